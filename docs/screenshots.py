@@ -65,7 +65,8 @@ def written(folder: Path) -> dict[str, Path]:
     """A report and a plan, in files."""
     hardware = load_profile("h100")
     subject = subject_of("llama:8x1024", batch=4, sequence=512)
-    journal = of_subject(subject, Options(stage=3, prefetch=2, dtype=torch.bfloat16), world=8, hardware=hardware)
+    options = Options(stage=3, prefetch=2, dtype=torch.bfloat16)
+    (journal,) = of_subject(subject, options, world=8, hardware=hardware).journals
     report = write_page(folder / "report.html", subject.name, [journal], hardware)
     subject = subject_of("gpt:24x1536", batch=8, sequence=1024)
     few: dict[str, Any] = {"worlds": [8], "prefetches": [0, 2], "dtypes": [torch.bfloat16]}

@@ -53,15 +53,14 @@ ROOMS = {
     "state": "runtime",
     "pipelining": "ir cost facts model proof passes.common passes.pipelining runtime runtime.gradients schedule report "
     "engine state",
-    "planning": "ir cost passes.common passes.pipelining schedule",
     "torch_backend": "ir frontend model schedule runtime runtime.gradients engine",
     "named_backend": "torch_backend",
     "compiled": "ir model schedule runtime runtime.gradients engine state",
     "compile_model": "model schedule runtime engine compiled",
     "training_step": "frontend ir schedule report runtime runtime.gradients engine compiled compile_model pipelining",
     "tools.migration": "",
-    "tools": "torch_range ir cost frontend model proof schedule report runtime engine compile_model recording "
-    "pipelining planning tools.migration",
+    "tools": "torch_range ir cost frontend model proof passes.common passes.pipelining schedule report runtime engine "
+    "compile_model recording pipelining tools.migration",
     "": "torch_range ir cost facts model proof schedule tools compile_model compiled torch_backend training_step "
     "pipelining",
     "__main__": "tools",
@@ -72,7 +71,7 @@ ROOMS = {
 
 LINES = {
     "zcompile": 1_800,
-    "zcompile/cost": 1_990,
+    "zcompile/cost": 2_690,
     "zcompile/engine": 4_900,
     "zcompile/facts": 820,
     "zcompile/frontend": 1_500,
@@ -80,13 +79,12 @@ LINES = {
     "zcompile/ir": 4_460,
     "zcompile/model": 1_670,
     "zcompile/pipelining": 2_190,
-    "zcompile/planning": 1_000,
     "zcompile/proof": 4_320,
     "zcompile/recording": 870,
-    "zcompile/report": 1_610,
-    "zcompile/schedule": 1_490,
+    "zcompile/report": 1_540,
+    "zcompile/schedule": 1_440,
     "zcompile/state": 1_780,
-    "zcompile/tools": 4_510,
+    "zcompile/tools": 4_700,
     "zcompile/torch_internals": 1_370,
     "passes": 4_330,
     "runtime": 8_780,

@@ -19,8 +19,11 @@ from tests.cases import diagonal, quickly
 from tests.models import GPT
 from tests.ranks import Ranks
 from zcompile import GroupError, MeshForecast, ModelError, OptionError
+from zcompile.cost.divided import DividedPipeline, PipelineSetting
 from zcompile.cost.hardware import CPU, GPU, Link, load_profile
 from zcompile.cost.memory import model_state, peak_bytes
+from zcompile.cost.pipeline_forecast import forecast, least_seconds, state_bytes
+from zcompile.cost.pipeline_forecast import peak_bytes as forecast_bytes
 from zcompile.cost.simulator import simulate_pipeline
 from zcompile.ir.axis import Axis, AxisKind
 from zcompile.ir.layout import STAGES
@@ -28,14 +31,11 @@ from zcompile.ir.program import Program
 from zcompile.model.units import Precision, make_layout
 from zcompile.pipelining.action_tables import action_table
 from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite
-from zcompile.planning.divided import DividedPipeline, PipelineSetting
-from zcompile.planning.forecast import forecast, least_seconds, state_bytes
-from zcompile.planning.forecast import peak_bytes as forecast_bytes
-from zcompile.planning.unit_costs import UnitStages, costs_of_units
 from zcompile.schedule.options import Options
 from zcompile.tools.llama import Llama, LlamaShape, shape_of
 from zcompile.tools.traced_units import TracedUnits
 from zcompile.tools.tracing import trace
+from zcompile.tools.unit_costs import UnitStages, costs_of_units
 
 H100 = load_profile("h100")
 SMALL = LlamaShape(6, 512, 1024, 8, 4)
@@ -75,7 +75,7 @@ def traced(kind: str) -> tuple[nn.Module, Program]:
 
 @functools.cache
 def costs(kind: str, checkpoint: bool) -> Any:
-    return costs_of_units(UnitStages.of(traced(kind)[1], H100), H100, checkpoint=checkpoint)
+    return costs_of_units(UnitStages.of(traced(kind)[1], H100, H100), checkpoint=checkpoint)
 
 
 Case = tuple[str, str, int, int, int, bool, int]
@@ -156,7 +156,8 @@ def test_a_few_units_stand_for_all_that_are_equal() -> None:
     model, args = llama()
     few = units_of(model, args)
     large = few.costs(1, 2, checkpoint=True)
-    whole = costs_of_units(UnitStages.of(trace(*llama(rows=2), dtype=torch.bfloat16, device="cuda"), GPU), H100)
+    step = trace(*llama(rows=2), dtype=torch.bfloat16, device="cuda")
+    whole = costs_of_units(UnitStages.of(step, GPU, H100))
     assert few._whole is not None
     assert len(few._whole.names) == 8
     assert [len(units.names) for units in few._traced.values()] == [4]

@@ -30,12 +30,12 @@ from zcompile.ir.tensor_type import human_bytes
 from zcompile.report.axes import decimal_bytes, human_seconds, ticks
 from zcompile.report.charts import memory_curve, step_chart
 from zcompile.report.pages import coloured
-from zcompile.report.plan_page import name_of, plan_chart, plan_page_text
+from zcompile.report.plan_page import PlannedWorld, name_of, plan_page_text
 from zcompile.report.program_page import _changes, page_text
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal
+from zcompile.tools.inspection import of_pipeline
 from zcompile.tools.named_models import subject_of
-from zcompile.tools.pipeline_inspection import of_pipeline
 
 RATES = Hardware.of(flops=1e9, memory_bandwidth=1e9, latency=1e-5, bandwidth=1e8)
 
@@ -455,26 +455,26 @@ def test_every_choice_of_a_plan_is_there(plan: Plan) -> None:
 def test_the_memory_limit_has_a_line_wherever_it_is(plan: Plan) -> None:
     largest = max(forecast.nbytes for forecast in plan.of(2))
     for limit in (1, largest // 2, 2 * largest):
-        place = plan_chart(replace(plan, memory_limit=limit), 2).limit
+        place = PlannedWorld(replace(plan, memory_limit=limit), 2).limit
         assert place is not None
         assert 0 < place <= 100
     above = replace(plan, memory_limit=100 * largest)
-    assert plan_chart(above, 2).limit == 0.0
+    assert PlannedWorld(above, 2).limit == 0.0
     assert f"limit {decimal_bytes(100 * largest)}, far above</text>" in plan_page_text(above)
     boundless = replace(plan, memory_limit=math.inf)
-    assert plan_chart(boundless, 2).limit is None
+    assert PlannedWorld(boundless, 2).limit is None
     assert "<dd>none of a rank" in plan_page_text(boundless)
 
 
 @pytest.mark.slow
 def test_the_best_choice_and_its_neighbours_have_names(plan: Plan) -> None:
-    chart, best = plan_chart(plan, 2), plan.fastest(2)
+    chart, best = PlannedWorld(plan, 2), plan.fastest(2)
     assert best is not None
     for screen, text in (("wide", f"best: {name_of(best)}"), ("narrow", "best")):
         labels = [label for label in chart.labels if label.screen == screen]
         assert [label.text for label in labels if label.is_best] == [text]
         assert len(labels) > 1
-    assert chart.drawn[-1].forecast is best, "no other dot covers it"
+    assert chart.dots[-1].forecast is best, "no other dot covers it"
 
 
 def told(seconds: float, nbytes: int, **choice: Any) -> Forecast:

@@ -15,8 +15,7 @@ from tests.passes.programs import CHAIN, OUTLINED, joined
 from zcompile import Fact, OptionError, Pass, Pipeline, PipelineError, Program, ProgramError, Violation, facts
 from zcompile.errors import nearest
 from zcompile.ir.layout import STAGES
-from zcompile.schedule import blame
-from zcompile.schedule.pipeline import Journal, JournalEntry, Trait, Verified
+from zcompile.schedule.pipeline import Journal, JournalEntry, Trait, Verified, _touches
 
 ORDER = [
     "split_phases",
@@ -275,9 +274,9 @@ def test_a_pass_that_moves_a_line_is_its_writer() -> None:
         return found
 
     entry = JournalEntry(Pass("moves", moved), given := program(), moved(given), 0.0, 0.0)
-    assert blame._touches(entry, "b")
-    assert not blame._touches(entry, "yb")
-    assert not blame._touches(entry, "nothing")
+    assert _touches(entry, "b")
+    assert not _touches(entry, "yb")
+    assert not _touches(entry, "nothing")
 
 
 @pytest.mark.parametrize(

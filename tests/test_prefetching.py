@@ -17,9 +17,10 @@ from zcompile.facts import REGIONS_OUTLINED
 from zcompile.ir.operation import Phase
 from zcompile.ir.ops import AllGather
 from zcompile.passes.schedule_prefetch import schedule_prefetch
+from zcompile.schedule.decision import LEAST_PACKED, choose, fit
+from zcompile.schedule.default_pipeline import Schedule
 from zcompile.schedule.option_checks import bytes_of
 from zcompile.schedule.pipeline import Pass, Pipeline
-from zcompile.schedule.prefetch import LEAST_PACKED, Schedule, choose, fit
 from zcompile.torch_internals.sizes import FakeTensorMode
 
 LINE = Hardware.of(flops=1e9, memory_bandwidth=1e18, bandwidth=1e6)

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from zcompile.compile_model import compile
     from zcompile.compiled import CompiledModule
     from zcompile.cost.dag import dag
-    from zcompile.cost.forecast import Forecast, Plan
+    from zcompile.cost.forecast import Forecast, MeshForecast, MeshPlan, Plan
     from zcompile.cost.hardware import Hardware, load_profile
-    from zcompile.cost.mesh_plan import MeshForecast, MeshPlan
     from zcompile.cost.timeline import Timeline
     from zcompile.errors import (
         AgreementError,
@@ -112,9 +111,8 @@ _HOMES = {
     "zcompile.compile_model": "compile",
     "zcompile.compiled": "CompiledModule",
     "zcompile.cost.dag": "dag",
-    "zcompile.cost.forecast": "Forecast Plan",
+    "zcompile.cost.forecast": "Forecast MeshForecast MeshPlan Plan",
     "zcompile.cost.hardware": "Hardware load_profile",
-    "zcompile.cost.mesh_plan": "MeshForecast MeshPlan",
     "zcompile.cost.timeline": "Timeline",
     "zcompile.errors": "AgreementError BackwardError CaptureError GroupError ModelError OptimizerError OptionError "
     "ParameterError ParseError PipelineError ProfileError ProgramError ProofError ReplayError "

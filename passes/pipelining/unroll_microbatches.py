@@ -36,7 +36,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from zcompile.ir.actions import Action, ActionKind, ActionTable
+from zcompile.ir.actions import IN_FLIGHT, Action, ActionKind, ActionTable
 from zcompile.ir.operation import Data, Operation, Phase, data, op_of, set_data
 from zcompile.ir.ops import (
     Call,
@@ -67,13 +67,6 @@ from zcompile.passes.common.stage_messages import (
     sent_ends,
     shared_parameter_value,
 )
-
-IN_FLIGHT = {True: 1, False: 2}
-"""Messages that a rank has on their way in a direction when it begins an action: for others it has waited.
-
-By whether each rank has one stage. Ranks with several send each other in both directions at a time, where waiting for
-what goes to a later stage could be waiting in a circle: that is waited for at its backward alone.
-"""
 
 
 def unroll_microbatches(stages: Sequence[PipelineStage], *, table: ActionTable, rank: int, axis: str) -> Program:

@@ -1,12 +1,13 @@
-"""Forecasts: what a training step takes under each choice of options, and the plan that compares them."""
+"""Forecasts: what a training step takes under each choice of options or on each mesh, and plans that compare them."""
 
 from __future__ import annotations
 
+import functools
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from rich import box
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zcompile.cost.hardware import Hardware
-from zcompile.cost.memory import MemoryKind
+from zcompile.cost.memory import RankMemory
 from zcompile.errors import OptionError
 from zcompile.ir.layout import Hybrid
 
@@ -53,34 +54,22 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepForecast:
+class StepForecast(RankMemory):
     """What a step takes on the rank that holds most, in bytes, and in seconds."""
 
-    parameters: int
-    """Bytes of its shards, in all of the step."""
-    optimizer: int
-    """Bytes of two moments (Adam), in all of the step."""
-    held: Mapping[MemoryKind, int]
-    """What is held with them at the peak of the step."""
     seconds: float
     """Of a step, the optimizer's included."""
     flops: float
     """Of a step on one device, what is computed again left out."""
 
     @property
-    def nbytes(self) -> int:
-        """The peak, everything included."""
-        return self.parameters + self.optimizer + sum(self.held.values())
-
-    @property
     def rate(self) -> float:
         """FLOP per second on each device."""
         return self.flops / self.seconds if self.seconds else math.inf
 
-    def by_kind(self) -> dict[str, int]:
-        """Bytes at the peak, by what they are for."""
-        held = {str(kind): nbytes for kind, nbytes in self.held.items()}
-        return {"shards": self.parameters, "optimizer state": self.optimizer, **held}
+    def cells(self) -> tuple[str, ...]:
+        """Texts of FIGURES."""
+        return f"{self.nbytes / 1e9:.2f}", f"{self.seconds:.3g}", f"{self.rate / 1e12:.3g}"
 
     def figures(self, dtype: torch.dtype | None) -> dict[str, Any]:
         """What `zcompile plan --json` prints of it, computed in `dtype`, beyond the choice."""
@@ -126,32 +115,67 @@ class Forecast(StepForecast):
         }
 
 
+@dataclass(frozen=True, repr=False)
 class PrintedPlan:
-    """A plan as a page of text."""
+    """Forecasts of a model on some hardware, as a page of text."""
+
+    model: str
+    """What it is called."""
+    parameters: int
+    """How many it has."""
+    hardware: Hardware
+    memory_limit: float
+    """Bytes of a rank."""
+    forecasts: Sequence[Any]
+
+    _compared: ClassVar[str]
+    """What there is a forecast of each of."""
 
     def __str__(self) -> str:
         out = io.StringIO()
         self.print(Console(file=out, width=140))
         return out.getvalue()
 
+    def __repr__(self) -> str:
+        many = f"{len(self.forecasts)} {self._compared}"
+        return f"<{type(self).__name__} of {self.model}: {many}; print it, or see .forecasts>"
+
     def print(self, console: Console) -> None:
         """The tables, and what is recommended."""
+        raise NotImplementedError
+
+    def check_fits(self) -> None:
+        """Raise OptionError where no choice fits: on any of the worlds, if there are several."""
+        raise NotImplementedError
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `zcompile plan --json` prints."""
         raise NotImplementedError
 
     def _say(self, console: Console, text: str) -> None:
         """Print a text that may have anybody's names in it."""
         console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
+    def _about(self) -> dict[str, Any]:
+        """What `zcompile plan --json` prints first."""
+        return {
+            "model": self.model,
+            "parameters": self.parameters,
+            "hardware": self.hardware.name,
+            "memory_limit": self.memory_limit,
+        }
+
+    def _nothing_fits(self, world: int, nearest: StepForecast, fix: str) -> OptionError:
+        """The error where no choice fits on `world` ranks."""
+        least, over = _gigabytes(nearest.nbytes), _gigabytes(nearest.nbytes - self.memory_limit)
+        problem = f"{_gigabytes(self.memory_limit)} holds nothing on {world} ranks: the least is {least}, {over} more"
+        return OptionError("memory_limit", problem, fix)
+
 
 @dataclass(frozen=True, repr=False)
 class Plan(PrintedPlan):
     """Forecasts of a model on some hardware; printed as a table for each world."""
 
-    model: str
-    parameters: int
-    hardware: Hardware
-    memory_limit: float
-    """Bytes of a rank."""
     forecasts: Sequence[Forecast]
     arguments: str = ""
     """Types of the tensors that a rank's call is given."""
@@ -159,6 +183,8 @@ class Plan(PrintedPlan):
     """Ranks that each have a part of the model; each of them has as many data-parallel ranks as a world."""
     whole: Sequence[str] = ()
     """Parameters that one rank each must keep whole: choices without owners are there to be compared."""
+
+    _compared: ClassVar[str] = "forecasts"
 
     @property
     def worlds(self) -> list[int]:
@@ -208,27 +234,24 @@ class Plan(PrintedPlan):
         if (fastest := self.fastest(world)) is not None:
             return fastest
         nearest = min(filter(self.serves, self.of(world)), key=lambda forecast: forecast.nbytes)
-        least, over = _gigabytes(nearest.nbytes), _gigabytes(nearest.nbytes - self.memory_limit)
-        problem = f"{_gigabytes(self.memory_limit)} holds nothing on {world} ranks: the least is {least}, {over} more"
         fix = f"take more ranks or a smaller batch; nearest is {self.line(nearest)}"
-        raise OptionError("memory_limit", problem, fix)
+        raise self._nothing_fits(world, nearest, fix)
+
+    def check_fits(self) -> None:
+        """Raise OptionError for the first world on which no choice fits."""
+        for world in self.worlds:
+            self.best(world)
 
     def as_dict(self) -> dict[str, Any]:
         """What `zcompile plan --json` prints."""
         fastest = {str(world): self.fastest(world) for world in self.worlds}
         return {
-            "model": self.model,
-            "parameters": self.parameters,
-            "hardware": self.hardware.name,
-            "memory_limit": self.memory_limit,
+            **self._about(),
             "arguments": self.arguments,
             "tensor_parallel": self.tensor_parallel,
             "recommended": {world: best and self.line(best) for world, best in fastest.items()},
             "forecasts": [{**forecast.as_dict(), "fits": self.fits(forecast)} for forecast in self.forecasts],
         }
-
-    def __repr__(self) -> str:
-        return f"<Plan of {self.model}: {len(self.forecasts)} forecasts; print it, or see .forecasts>"
 
     def print(self, console: Console) -> None:
         """The tables, and what is recommended."""
@@ -264,7 +287,7 @@ class Plan(PrintedPlan):
         table = Table(title=self.title(world), title_justify="left", caption=caption, box=lines, padding=(0, by_kind))
         for heading in CHOICE:
             table.add_column(heading, no_wrap=True)
-        for heading in (*(kind.split()[0] for kind in kinds), *FIGURES):
+        for heading in (*(kind.split()[0] for kind in kinds), *FIGURES, "hidden"):
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("", no_wrap=True)
         for before, forecast in zip([None, *forecasts], forecasts, strict=False):
@@ -273,7 +296,9 @@ class Plan(PrintedPlan):
                 table.add_section()
             verdict = self.verdict(forecast)
             style = {"best": "bold", "too big": "dim", "rows": "dim"}.get(verdict)
-            table.add_row(*_row(forecast, kinds), verdict, style=style)
+            by_kind_cells = (f"{forecast.by_kind()[kind] / 1e9:.2f}" for kind in kinds)
+            hidden = "" if forecast.hidden_share is None else f"{forecast.hidden_share:.0%}"
+            table.add_row(*choice_cells(choice), *by_kind_cells, *forecast.cells(), hidden, verdict, style=style)
         return table
 
 
@@ -282,7 +307,7 @@ def _gigabytes(nbytes: float) -> str:
 
 
 CHOICE = ("stage", "prefetch", "checkpoint", "dtype")
-FIGURES = ("GB", "step s", "TFLOP/s", "hidden")
+FIGURES = ("GB", "step s", "TFLOP/s")
 """What is shown of a forecast: the choice, and what it gives."""
 
 
@@ -298,13 +323,199 @@ def choice_cells(choice: Choice) -> tuple[str, ...]:
     )
 
 
-def figure_cells(forecast: Forecast) -> tuple[str, ...]:
-    """Texts of FIGURES."""
-    hidden = "" if forecast.hidden_share is None else f"{forecast.hidden_share:.0%}"
-    return f"{forecast.nbytes / 1e9:.2f}", f"{forecast.seconds:.3g}", f"{forecast.rate / 1e12:.3g}", hidden
+# -- meshes ------------------------------------------------------------------------------------------------------------
 
 
-def _row(forecast: Forecast, kinds: Sequence[str]) -> Iterator[str]:
-    yield from choice_cells(forecast.choice)
-    yield from (f"{forecast.by_kind()[kind] / 1e9:.2f}" for kind in kinds)
-    yield from figure_cells(forecast)
+@dataclass(frozen=True)
+class MeshChoice:
+    """A mesh, and the options of `zcompile.train_step` on it.
+
+    Attributes:
+        pipeline: Ranks along the pipeline dimension.
+        data: Ranks along that of data parallelism.
+        tensor: Ranks along that of tensor parallelism.
+        microbatch_size: Samples of a micro-batch.
+        microbatches: Of a step, on each rank.
+        schedule: See `zcompile.pipelining.action_tables`.
+        stages_per_rank: Pipeline stages that each rank has.
+        stage: The ZeRO stage.
+        checkpoint: "unit", or None.
+        dtype: To compute in; None: the model's own.
+    """
+
+    pipeline: int
+    data: int
+    tensor: int
+    microbatch_size: int
+    microbatches: int
+    schedule: str
+    stages_per_rank: int
+    stage: int
+    checkpoint: str | None
+    dtype: torch.dtype | None
+
+    @property
+    def mesh(self) -> tuple[int, int, int]:
+        """Sizes of the dimensions "pp", "dp" and "tp"."""
+        return self.pipeline, self.data, self.tensor
+
+    def lines(self, device: str, texts: ChoiceTexts) -> list[str]:
+        """The lines of Python that make it, of a `model` and an `optimizer`."""
+        names = ("pp", "dp", "tp")[: 3 if self.tensor > 1 else 2]
+        lines = [f"mesh = init_device_mesh({device!r}, {self.mesh[: len(names)]}, mesh_dim_names={names})"]
+        if self.tensor > 1:
+            lines.append(f'parallelize_module(model, mesh["tp"], {texts.tensor_parallel})')
+        given = [f"schedule={self.schedule!r}", f"microbatches={self.microbatches}"]
+        given += [f"stages_per_rank={self.stages_per_rank}"] if self.stages_per_rank > 1 else []
+        given += [f"stage={self.stage}"]
+        given += [f"checkpoint={self.checkpoint!r}"] if self.checkpoint else []
+        given += [f"dtype={self.dtype}"] if self.dtype is not None else []
+        given += [f"units={list(texts.units)}"] if texts.units else []
+        lines.append(f"step = zcompile.train_step(model, {texts.loss}, optimizer, mesh=mesh, {', '.join(given)})")
+        return lines
+
+
+@dataclass(frozen=True)
+class ChoiceTexts:
+    """What lines of Python say beside a choice.
+
+    Attributes:
+        loss: What computes the loss.
+        tensor_parallel: The plan of tensor parallelism.
+        units: As they were given.
+    """
+
+    loss: str = "None"
+    tensor_parallel: str = "zcompile.tensor_parallel_plan(model)"
+    units: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshForecast(StepForecast):
+    """What a step takes with one choice: of the rank that holds most, in bytes, and in seconds."""
+
+    choice: MeshChoice
+    idle_share: float
+    """Of all ranks' time that in which they neither compute nor update, 0 to 1."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `zcompile plan --mesh auto --json` prints of it."""
+        choice = self.choice
+        return {
+            "mesh": {"pp": choice.pipeline, "dp": choice.data, "tp": choice.tensor},
+            "microbatch_size": choice.microbatch_size,
+            "microbatches": choice.microbatches,
+            "schedule": choice.schedule,
+            "stages_per_rank": choice.stages_per_rank,
+            "stage": choice.stage,
+            "checkpoint": choice.checkpoint,
+            **self.figures(choice.dtype),
+            "idle_share": self.idle_share,
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class MeshPlan(PrintedPlan):
+    """The fastest choice that fits on each mesh, the fastest mesh first; printed as a table.
+
+    Attributes:
+        world: Ranks.
+        global_batch: Samples of a step, of all ranks.
+        smallest: What takes least memory of everything that was looked at; None if `forecasts` are not empty.
+        searched: How many choices were compared.
+        took: Seconds of the search.
+        texts: What lines of Python say beside a choice.
+        notes: What was left out, and why.
+    """
+
+    forecasts: Sequence[MeshForecast]
+    """One for each mesh that something fits on."""
+    world: int
+    global_batch: int
+    smallest: MeshForecast | None
+    searched: int
+    took: float
+    texts: ChoiceTexts = ChoiceTexts()
+    notes: Sequence[str] = ()
+
+    _compared: ClassVar[str] = "meshes"
+
+    def best(self) -> MeshForecast:
+        """The fastest choice that fits.
+
+        Raises:
+            OptionError: none does; the message says which comes nearest, and by how much it does not.
+        """
+        if self.forecasts:
+            return self.forecasts[0]
+        if self.smallest is None:
+            problem = f"{self.world} ranks have no mesh on which {self.global_batch} samples are micro-batches"
+            raise OptionError("global_batch", problem, "give a larger batch, or smaller micro-batches")
+        fix = f"use more ranks; the closest choice is {'; '.join(self.lines(self.smallest))}"
+        raise self._nothing_fits(self.world, self.smallest, fix)
+
+    def check_fits(self) -> None:
+        """Raise OptionError where no choice fits."""
+        self.best()
+
+    def lines(self, forecast: MeshForecast) -> list[str]:
+        """The lines of Python that make a choice."""
+        return forecast.choice.lines(self.hardware.device, self.texts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `zcompile plan --mesh auto --json` prints."""
+        return {
+            **self._about(),
+            "world": self.world,
+            "global_batch": self.global_batch,
+            "searched": self.searched,
+            "took": self.took,
+            "recommended": self.lines(self.forecasts[0]) if self.forecasts else None,
+            "forecasts": [forecast.as_dict() for forecast in self.forecasts],
+            "notes": list(self.notes),
+        }
+
+    def print(self, console: Console) -> None:
+        """The table, and the lines that do what is recommended."""
+        say = functools.partial(self._say, console)
+        say(f"{self.model}: {self.parameters:,} parameters on {self.hardware.name}, {self.world} ranks")
+        say(f"{self.global_batch} samples a step, at most {_gigabytes(self.memory_limit)} a rank")
+        if self.forecasts:
+            console.print(self._table())
+        for note in self.notes:
+            say(note)
+        meshes = f"{len(self.forecasts)} mesh{'es' * (len(self.forecasts) != 1)}"
+        say(f"{self.searched} choices compared, {meshes} with one that fits, in {self.took:.0f} s")
+        if self.forecasts:
+            say("fastest that fits:")
+            for line in self.lines(self.forecasts[0]):
+                say(f"    {line}")
+        else:
+            try:
+                self.best()
+            except OptionError as error:
+                say(f"{error.problem}.\n{error.fix}.")
+
+    def _table(self) -> Table:
+        caption = "GB: 10^9 bytes of the fullest rank at the peak of a step; idle: share of all ranks' time"
+        table = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1))
+        for heading in ("pp", "dp", "tp", "micro-batches"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for heading in ("schedule", "stages", "ZeRO", "checkpoint"):
+            table.add_column(heading, no_wrap=True)
+        for heading in (*FIGURES, "idle"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for place, forecast in enumerate(self.forecasts):
+            choice = forecast.choice
+            table.add_row(
+                *map(str, choice.mesh),
+                f"{choice.microbatches} of {choice.microbatch_size}",
+                choice.schedule if choice.pipeline > 1 else "",
+                str(choice.stages_per_rank * choice.pipeline) if choice.pipeline > 1 else "",
+                str(choice.stage),
+                choice.checkpoint or "",
+                *forecast.cells(),
+                f"{forecast.idle_share:.0%}",
+                style=None if place else "bold",
+            )
+        return table

@@ -147,6 +147,11 @@ GPU = replace(
 """A GPU with a 200 Gbit/s link, likewise."""
 
 
+def guess_for(device: str) -> Hardware:
+    """What is taken for a device of this kind that was not measured."""
+    return CPU if device == HOST else GPU
+
+
 # -- profiles ---------------------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,28 @@ class MemoryKind(StrEnum):
     """Arenas and stacks, which are there all the time."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """What a rank holds at the peak of a step, in bytes."""
+
+    parameters: int
+    """Its shards, in all of the step."""
+    optimizer: int
+    """Two moments (Adam), in all of the step."""
+    held: Mapping[MemoryKind, int]
+    """What is held with them at the peak of the step."""
+
+    @property
+    def nbytes(self) -> int:
+        """The peak, everything included."""
+        return self.parameters + self.optimizer + sum(self.held.values())
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes at the peak, by what they are for."""
+        held = {str(kind): nbytes for kind, nbytes in self.held.items()}
+        return {"shards": self.parameters, "optimizer state": self.optimizer, **held}
+
+
 def live_bytes(program: Program) -> dict[fx.Node, int]:
     """The most bytes alive while each line of the step runs, in order; where values are views, an upper bound."""
     return {node: sum(held.values()) for node, held in live_by_kind(program).items()}

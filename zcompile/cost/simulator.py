@@ -12,8 +12,9 @@ are where it waits. Ranks beside each other in data parallelism are still taken 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import fx
 
@@ -30,7 +31,7 @@ from zcompile.ir.program import Program
 UPDATE_BYTES = 7
 """Numbers that a fused AdamW reads and writes for each element: value, gradient and two moments, and three of them."""
 
-
+T = TypeVar("T")
 Seconds = Callable[[Program, fx.Node, Hardware], float]
 """Of a line that computes or communicates."""
 Message = tuple[int, int, str]
@@ -48,15 +49,21 @@ def simulate_pipeline(
         seconds: How long lines take.
     """
     mail: dict[Message, float] = {}
-    ranks = [_Lanes(program, hardware, seconds, place, mail) for place, program in enumerate(programs)]
-    left = [[node for node in program.graph.nodes if node.op == "call_function"][::-1] for program in programs]
+    ranks = [_ProgramLanes(program, hardware, seconds, place, mail) for place, program in enumerate(programs)]
+    lines = [[node for node in program.graph.nodes if node.op == "call_function"] for program in programs]
+    take_turns(lines, lambda rank, line: ranks[rank].run(line))
+    return [lanes.timeline(place, len(programs)) for place, lanes in enumerate(ranks)]
+
+
+def take_turns(steps: Iterable[Sequence[T]], run: Callable[[int, T], bool]) -> None:
+    """Run what all ranks do, each step as soon as it can be; `run` gives False for one that waits for another rank."""
+    left = [list(reversed(some)) for some in steps]
     while any(left):
         before = sum(map(len, left))
-        for lanes, lines in zip(ranks, left, strict=True):
-            while lines and lanes.may_run(lines[-1]):
-                lanes.run(lines.pop())
-        assert sum(map(len, left)) < before, "ranks whose programs fit together do not wait in a circle"
-    return [lanes.timeline(place, len(programs)) for place, lanes in enumerate(ranks)]
+        for rank, waiting in enumerate(left):
+            while waiting and run(rank, waiting[-1]):
+                waiting.pop()
+        assert sum(map(len, left)) < before, "ranks that fit together do not wait in a circle"
 
 
 def idle_share(timelines: Sequence[Timeline]) -> float:
@@ -71,7 +78,7 @@ def simulate(program: Program, hardware: Hardware, *, steps: bool = False) -> Ti
 
     With `steps`, an optimizer's step follows a program that trains and does not take it itself.
     """
-    lanes = _Lanes(program, hardware)
+    lanes = _ProgramLanes(program, hardware)
     for node in program.graph.nodes:
         if node.op == "call_function":
             lanes.run(node)
@@ -85,9 +92,30 @@ def step_seconds(program: Program, hardware: Hardware) -> float:
     return simulate(program, hardware).seconds
 
 
+def update_seconds(nbytes: int, hardware: Hardware) -> float:
+    """Seconds of an optimizer's step for shards of so many bytes."""
+    return UPDATE_BYTES * nbytes / hardware.memory_bandwidth
+
+
+@dataclass(kw_only=True)
+class Lanes:
+    """The time of a rank: a lane of compute, and one for each group that it sends along."""
+
+    now: float = 0.0
+    """When what it computes next begins."""
+    wires: dict[Hashable, float] = field(default_factory=dict)
+    """When the last message of each group has arrived."""
+
+    def launch(self, group: Hashable, seconds: float) -> tuple[float, float]:
+        """When a message begins and arrives that is launched now: those of a group follow each other."""
+        start = max(self.now, self.wires.get(group, 0.0))
+        self.wires[group] = start + seconds
+        return start, start + seconds
+
+
 @dataclass
-class _Lanes:
-    """What has been simulated so far."""
+class _ProgramLanes(Lanes):
+    """What has been simulated of a program so far."""
 
     program: Program
     hardware: Hardware
@@ -96,10 +124,6 @@ class _Lanes:
     """Along the pipeline axis."""
     mail: dict[Message, float] | None = None
     """When what ranks send each other arrives, as far as it is known; None for one rank alone."""
-    now: float = 0.0
-    """When the next line begins."""
-    wires: dict[str, float] = field(default_factory=dict)
-    """When the last collective of each group has arrived."""
     events: list[Event] = field(default_factory=list)
     messages: list[Sent] = field(default_factory=list)
     _arrival: dict[fx.Node, float] = field(default_factory=dict)
@@ -120,16 +144,12 @@ class _Lanes:
             predicted=True,
         )
 
-    def may_run(self, node: fx.Node) -> bool:
-        """False for the wait for what another rank has not sent yet."""
-        received = node.all_input_nodes[0] if isinstance(data(node).op, WaitReceive) else None
-        return received is None or self.mail is None or self._message(received) in self.mail
-
     def _message(self, received: fx.Node) -> Message:
         op = op_of(received, Receive)
         return op.source, self.place, op.message
 
-    def run(self, node: fx.Node) -> None:
+    def run(self, node: fx.Node) -> bool:
+        """Run a line, but for the wait for what another rank has not sent yet; gives whether it has."""
         op = data(node).op
         unit: str = getattr(op, "unit", "")
         if isinstance(op, Receive):
@@ -137,7 +157,9 @@ class _Lanes:
                 self._arrival[node] = self.now + self.seconds(self.program, node, self.hardware)
         elif isinstance(op, WaitReceive) and self.mail is not None:
             (received,) = node.all_input_nodes
-            self._arrival[received] = self.mail[self._message(received)]
+            if (message := self._message(received)) not in self.mail:
+                return False
+            self._arrival[received] = self.mail[message]
             self._wait(node, unit)
         elif traffic := self.program.traffic(node):
             self._launch(node, unit, traffic)
@@ -150,6 +172,7 @@ class _Lanes:
         elif isinstance(op, Update):
             params = map(self.program.layout.param, op.params)
             self._add(node, Spent.OPTIMIZER, self._update_seconds(params))
+        return True
 
     def step(self) -> None:
         """An optimizer's step for all parameters."""
@@ -159,7 +182,7 @@ class _Lanes:
     def _update_seconds(self, params: Iterable[Param]) -> float:
         """Of an optimizer's step for this rank's shards of `params`: all of them, where they are not sharded."""
         nbytes = sum((param.shard_numel if param.shards else param.numel) * param.dtype.itemsize for param in params)
-        return UPDATE_BYTES * nbytes / self.hardware.memory_bandwidth
+        return update_seconds(nbytes, self.hardware)
 
     def _launch(self, node: fx.Node, unit: str, traffic: Traffic) -> None:
         nbytes = traffic.sent
@@ -168,8 +191,8 @@ class _Lanes:
         if isinstance(op, Send):
             group = f"{op.axis} to {op.to}"
         self._event(node, "send", node.name, unit, Spent.EXPOSED, nbytes * self.hardware.sending)
-        start = max(self.now, self.wires.get(group, 0.0))
-        end = self.wires[group] = self._arrival[node] = start + self.seconds(self.program, node, self.hardware)
+        start, end = self.launch(group, self.seconds(self.program, node, self.hardware))
+        self._arrival[node] = end
         if isinstance(op, Send) and self.mail is not None:
             self.mail[self.place, op.to, op.message] = end
         if nbytes:

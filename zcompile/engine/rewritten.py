@@ -13,8 +13,8 @@ from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import Input, Kind, Parameter
 from zcompile.ir.program import Program
 from zcompile.schedule.decision import Request
+from zcompile.schedule.default_pipeline import Schedule
 from zcompile.schedule.pipeline import Journal, Pipeline, Verified
-from zcompile.schedule.prefetch import Schedule
 from zcompile.torch_internals.sizes import FakeTensorMode, is_symbolic
 
 

@@ -31,6 +31,14 @@ class ActionKind(StrEnum):
     """The rest: gradients of the stage's own parameters."""
 
 
+IN_FLIGHT = {True: 1, False: 2}
+"""Messages that a rank has on their way in a direction when it begins an action: for others it has waited.
+
+By whether each rank has one stage. Ranks with several send each other in both directions at a time, where waiting for
+what goes to a later stage could be waiting in a circle: that is waited for at its backward alone.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """One cell of a table; printed as `2F3`."""

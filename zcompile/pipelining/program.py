@@ -31,11 +31,11 @@ from zcompile.passes.pipelining.unroll_microbatches import unroll_microbatches
 from zcompile.pipelining.balance import StageMemory, balanced
 from zcompile.proof.values import RankValues, SharedParameter, TracedTerms
 from zcompile.report.dumps import dumping_failures
+from zcompile.schedule.decision import DEPTHS, WORTH
 from zcompile.schedule.default_pipeline import Partition, of_stages, of_steps, run_passes
 from zcompile.schedule.option_checks import AUTO, bytes_of, checkpoint_of
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import ALWAYS, Journal, Pass, Verified
-from zcompile.schedule.prefetch import DEPTHS, WORTH
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def explain(
     for number, program in enumerate(programs):
         kind = "training step" if program.has_backward else "inference"
         console.print(f"\nprogram {number} ({kind}, digest {program.digest()[:12]})")
-        console.print(f"  {volume_line(program)}")
+        console.print(f"  volume: {volume_text(program)}")
         if beside := model_line(program):
             console.print(f"  {beside}")
         console.print(f"  predicted peak of full parameters: {human_bytes(peak_full_bytes(program))}")
@@ -151,7 +151,7 @@ def _unit_table(layout: Layout) -> Table:
     return table
 
 
-def volume_line(program: Program) -> str:
+def volume_text(program: Program) -> str:
     """What each rank sends, beside what the stage allows."""
     world = program.layout.world
     psi = sum(param.nbytes for param in program.layout.params)
@@ -159,17 +159,17 @@ def volume_line(program: Program) -> str:
     if world == 1:
         onward = stage_bytes(program)
         alone = f"each rank sends {human_bytes(onward)} to other pipeline stages" if onward else ""
-        return f"volume: {alone or 'a world of one sends nothing'}"
+        return alone or "a world of one sends nothing"
     if not psi:
-        return f"volume: each rank sends {human_bytes(sent)}; this program has no parameters"
+        return f"each rank sends {human_bytes(sent)}; this program has no parameters"
     bound = program.layout.stage.volume if program.has_backward else program.layout.stage.volume - 1
     if (replicated := program.layout.replicated) is not None:
         by_axis = " and ".join(f"{human_bytes(nbytes)} over {axis}" for axis, nbytes in program.volumes().items())
         inside, across = program.layout.sharded, 2 if program.has_backward else int(program.layout.has_secondary)
         bounds = f"{bound}Ψ(S-1)/S over {inside.name} and {across}Ψ/S(R-1)/R over {replicated.name}"
-        return f"volume: each rank sends {by_axis}; the stage's bounds are {bounds}"
+        return f"each rank sends {by_axis}; the stage's bounds are {bounds}"
     share = sent / (psi * (world - 1) / world)
-    return f"volume: each rank sends {human_bytes(sent)} = {share:.3g}Ψ(N-1)/N; the stage's bound is {bound}Ψ(N-1)/N"
+    return f"each rank sends {human_bytes(sent)} = {share:.3g}Ψ(N-1)/N; the stage's bound is {bound}Ψ(N-1)/N"
 
 
 def stage_bytes(program: Program) -> int:

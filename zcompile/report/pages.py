@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -38,16 +37,6 @@ def rendered(template: str, **values: Any) -> str:
         "kind": lambda name: name.replace(" ", "-"),
     }
     return environment.get_template(template).render(version=version("zcompile"), **values)
-
-
-def write(path: Path, text: str) -> Path:
-    """Write a page.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 _PARTS = re.compile(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from zcompile.cost.forecast import CHOICE, Forecast, Plan, choice_cells
-from zcompile.report.axes import Tick, decimal_bytes, human_seconds, ticks
-from zcompile.report.pages import rates, rendered, write
+from zcompile.report.axes import decimal_bytes, human_seconds, ticks
+from zcompile.report.pages import rates, rendered
 
 BAR = 1000
 """Width of the bars in the table, in their own units."""
@@ -23,36 +23,37 @@ WHY = "as hardware= or --hardware said; h100 is the default"
 
 @dataclass(frozen=True)
 class Row:
-    """One choice."""
+    """One choice: a row of the table, and a dot of the chart."""
 
     number: int
     forecast: Forecast
-    cells: Sequence[tuple[str, float | str]]
-    """Texts, each with what it is sorted by."""
-    kinds: Sequence[tuple[str, float, float]]
-    """Kinds of memory, each with where it starts in the bar and how wide it is."""
     verdict: str
     """"best", "too big", "rows" or nothing."""
     note: str
     """What is said of it behind its bar."""
+    kinds: Sequence[tuple[str, float, float]]
+    """Kinds of memory, each with where it starts in the bar and how wide it is."""
+    x: float
+    """Of the dot, in percent from the left."""
+    y: float
+    """In percent from the top."""
 
+    @property
+    def radius(self) -> float:
+        """In pixels; stage 1 is seen around stage 2, which is often as fast and as large."""
+        return {1: 8.0, 2: 5.0}.get(self.forecast.choice.stage, 6.0)
 
-@dataclass(frozen=True)
-class World:
-    """What the page shows of one number of ranks."""
-
-    ranks: int
-    title: str
-    advice: str
-    """What is recommended, or why nothing is."""
-    fits: bool
-    """True if something is."""
-    reason: str
-    """Why it is this one."""
-    rows: Sequence[Row]
-    chart: PlanChart
-    limit: float | None
-    """Where the limit is in the bars; None if it is beyond."""
+    @property
+    def cells(self) -> Iterator[tuple[str, float | str]]:
+        """Texts, each with what its column is sorted by: figures by themselves."""
+        forecast = self.forecast
+        for heading, text in zip(CHOICE, choice_cells(forecast.choice), strict=True):
+            yield text, (float(text or -1) if heading == "prefetch" else text)
+        hidden = forecast.hidden_share
+        yield decimal_bytes(forecast.nbytes), forecast.nbytes
+        yield human_seconds(forecast.seconds), forecast.seconds
+        yield f"{forecast.rate / 1e12:.3g}", forecast.rate
+        yield ("", -1.0) if hidden is None else (f"{hidden:.0%}", hidden)
 
 
 def write_plan_page(path: Path, plan: Plan) -> Path:
@@ -61,12 +62,13 @@ def write_plan_page(path: Path, plan: Plan) -> Path:
     Raises:
         OSError: the file cannot be written.
     """
-    return write(path, plan_page_text(plan))
+    path.write_text(plan_page_text(plan), encoding="utf-8")
+    return path
 
 
 def plan_page_text(plan: Plan) -> str:
     """The page as HTML."""
-    worlds = [_world(plan, ranks) for ranks in plan.worlds]
+    worlds = [PlannedWorld(plan, ranks) for ranks in plan.worlds]
     kinds = dict.fromkeys(name for world in worlds for row in world.rows for name, *_ in row.kinds)
     assumed = {"rates": list(rates(plan.hardware)), "why": WHY, "has_limit": math.isfinite(plan.memory_limit)}
     sizes = {"height": HEIGHT, "bar": BAR}
@@ -75,25 +77,97 @@ def plan_page_text(plan: Plan) -> str:
     )
 
 
-def _world(plan: Plan, ranks: int) -> World:
-    forecasts = plan.of(ranks)
-    largest = max(forecast.nbytes for forecast in forecasts) or 1
-    best = plan.fastest(ranks)
-    rows = [
-        Row(
-            number=number,
-            forecast=forecast,
-            cells=list(_cells(forecast)),
-            kinds=list(_kinds(forecast, largest)),
-            verdict=plan.verdict(forecast),
-            note=_note(plan, forecast, best),
-        )
-        for number, forecast in enumerate(forecasts)
-    ]
-    limit = plan.memory_limit / largest * BAR if plan.memory_limit <= largest else None
-    reason = _reason(plan, best) if best else ""
-    title, advice = plan.title(ranks), plan.advice(ranks)
-    return World(ranks, title, advice, best is not None, reason, rows, plan_chart(plan, ranks), limit)
+class PlannedWorld:
+    """What the page shows of one number of ranks."""
+
+    def __init__(self, plan: Plan, ranks: int) -> None:
+        forecasts, limit = plan.of(ranks), plan.memory_limit
+        self.ranks, self.title, self.advice = ranks, plan.title(ranks), plan.advice(ranks)
+        self.best = best = plan.fastest(ranks)
+        self.reason = _reason(plan, best) if best else ""
+        largest = max(forecast.nbytes for forecast in forecasts) or 1
+        right = 1.04 * max(forecast.seconds for forecast in forecasts) or 1.0
+        has_limit, is_near = math.isfinite(limit), limit <= 2.5 * largest
+        top = 1.08 * (max(largest, limit) if is_near else largest)
+        self.across, self.up = ticks(right, human_seconds, about=8), ticks(top, decimal_bytes, about=5)
+        self.rows = [
+            Row(
+                number,
+                forecast,
+                plan.verdict(forecast),
+                _note(plan, forecast, best),
+                list(_kinds(forecast, largest)),
+                100 * forecast.seconds / right,
+                100 * (1 - forecast.nbytes / top),
+            )
+            for number, forecast in enumerate(forecasts)
+        ]
+        self.limit_in_bars = limit / largest * BAR if limit <= largest else None
+        """Where the memory limit is in the bars; None if it is beyond."""
+        self.limit = (100 * (1 - limit / top) if is_near else 0.0) if has_limit else None
+        """In percent from the top of the chart; 0 if it is above the chart, None if there is none."""
+        self.limit_sides = {screen: self._limit_side(screen) for screen in WIDTHS}
+        """At which end of its line the limit is named, on each kind of screen: "start" or "end"."""
+        self.labels = [label for screen in WIDTHS for label in self._labels(screen)]
+
+    @property
+    def dots(self) -> list[Row]:
+        """The rows as dots, those above others last; above all is the best, where it has a name."""
+        named = {label.dot.number for label in self.labels if label.is_best}
+        return sorted(self.rows, key=lambda dot: (dot.number in named, dot.forecast.choice.stage))
+
+    @property
+    def stages(self) -> list[int]:
+        return sorted({row.forecast.choice.stage for row in self.rows})
+
+    def _limit_box(self, screen: str, side: str) -> Box:
+        """Where the limit's name would be: above its line, or below it at the top of the chart."""
+        y = (self.limit or 0.0) * HEIGHT / 100
+        top = y - LINE if y > LINE else y
+        left = 0.0 if side == "start" else WIDTHS[screen] - _LIMIT_NAME
+        return left, top, left + _LIMIT_NAME, top + LINE
+
+    def _limit_side(self, screen: str) -> str:
+        """The end of the limit's line where fewer dots are."""
+        around = [_around(dot, WIDTHS[screen]) for dot in self.rows]
+        return min(("end", "start"), key=lambda side: sum(_meet(self._limit_box(screen, side), one) for one in around))
+
+    def _labels(self, screen: str) -> Iterator[Label]:
+        """Names of dots, the best first and then the fastest, each where it covers neither a dot nor another name."""
+        width = WIDTHS[screen]
+        taken = [_around(dot, width) for dot in self.rows]
+        if self.limit is not None:
+            y = self.limit * HEIGHT / 100
+            taken += [(0.0, y - 3, width, y + 3), self._limit_box(screen, self.limit_sides[screen])]
+        for group in self._groups(screen):
+            lead, is_best = group[0], group[0].forecast is self.best
+            text = _name([dot.forecast for dot in group], [dot.forecast for dot in self.rows])
+            if is_best:
+                text = f"best: {name_of(lead.forecast)}" if screen == "wide" else "best"
+            if len(text) > LONGEST[screen] and not is_best:
+                continue
+            for dx, dy in _AROUND_BEST if is_best else _AROUND[screen]:
+                x, y, long = lead.x * width / 100 + dx, lead.y * HEIGHT / 100 + dy, len(text) * LETTER
+                box = (x if dx > 0 else x - long, y - LINE / 2, x + long if dx > 0 else x, y + LINE / 2)
+                inside = box[0] >= 0 and box[2] <= width and box[1] >= 0 and box[3] <= HEIGHT
+                if inside and not any(_meet(box, other) for other in taken):
+                    taken.append(box)
+                    yield Label(screen, 100 * x / width, 100 * y / HEIGHT, text, lead, dx, is_best)
+                    break
+
+    def _groups(self, screen: str) -> list[list[Row]]:
+        """Dots that stand together, those of the best choice first, then by time."""
+        groups: list[list[Row]] = []
+        width = WIDTHS[screen]
+        for dot in sorted(self.rows, key=lambda dot: (dot.forecast is not self.best, dot.x, -dot.y)):
+            here = dot.x * width / 100, dot.y * HEIGHT / 100
+            for group in groups:
+                if math.dist(here, (group[0].x * width / 100, group[0].y * HEIGHT / 100)) <= NEAR[screen]:
+                    group.append(dot)
+                    break
+            else:
+                groups.append([dot])
+        return groups
 
 
 def _note(plan: Plan, forecast: Forecast, best: Forecast | None) -> str:
@@ -136,17 +210,6 @@ def _share(part: float) -> str:
     return f"{part:.2g}%" if (part := 100 * part) >= 0.01 else "less than 0.01%"
 
 
-def _cells(forecast: Forecast) -> Iterator[tuple[str, float | str]]:
-    """Texts, each with what its column is sorted by: figures by themselves."""
-    for heading, text in zip(CHOICE, choice_cells(forecast.choice), strict=True):
-        yield text, (float(text or -1) if heading == "prefetch" else text)
-    hidden = forecast.hidden_share
-    yield decimal_bytes(forecast.nbytes), forecast.nbytes
-    yield human_seconds(forecast.seconds), forecast.seconds
-    yield f"{forecast.rate / 1e12:.3g}", forecast.rate
-    yield ("", -1.0) if hidden is None else (f"{hidden:.0%}", hidden)
-
-
 def _kinds(forecast: Forecast, largest: int) -> Iterator[tuple[str, float, float]]:
     start = 0.0
     for name, nbytes in forecast.by_kind().items():
@@ -169,21 +232,6 @@ LONGEST = {"wide": 48, "narrow": 26}
 
 
 @dataclass(frozen=True)
-class Dot:
-    """A choice; places are percent of the chart, from the left and from the top."""
-
-    number: int
-    forecast: Forecast
-    x: float
-    y: float
-
-    @property
-    def radius(self) -> float:
-        """In pixels; stage 1 is seen around stage 2, which is often as fast and as large."""
-        return {1: 8.0, 2: 5.0}.get(self.forecast.choice.stage, 6.0)
-
-
-@dataclass(frozen=True)
 class Label:
     """The name of dots that stand together, on one kind of screen."""
 
@@ -191,7 +239,7 @@ class Label:
     x: float
     y: float
     text: str
-    dot: Dot
+    dot: Row
     """What it names, or the first of it."""
     away: int
     """How far to the right of its dot it begins, in pixels; it ends to the left of it, if this is negative."""
@@ -201,48 +249,6 @@ class Label:
     def is_led_to(self) -> bool:
         """True if it does not stand beside its dot, so that a line leads there."""
         return abs(self.y - self.dot.y) * HEIGHT / 100 > 1
-
-
-@dataclass(frozen=True)
-class PlanChart:
-    """What is drawn of one number of ranks."""
-
-    dots: Sequence[Dot]
-    limit: float | None
-    """Where the memory limit is, in percent from the top; 0 if it is above the chart, None if there is none."""
-    across: Sequence[Tick]
-    up: Sequence[Tick]
-    labels: Sequence[Label] = ()
-    limit_sides: Mapping[str, str] = field(default_factory=dict)
-    """At which end of its line the limit is named, on each kind of screen: "start" or "end"."""
-
-    @property
-    def drawn(self) -> list[Dot]:
-        """The dots, those above others last."""
-        best = {label.dot.number for label in self.labels if label.is_best}
-        return sorted(self.dots, key=lambda dot: (dot.number in best, dot.forecast.choice.stage))
-
-    @property
-    def stages(self) -> list[int]:
-        return sorted({dot.forecast.choice.stage for dot in self.dots})
-
-
-def plan_chart(plan: Plan, ranks: int) -> PlanChart:
-    """The chart of the choices for so many ranks."""
-    forecasts = plan.of(ranks)
-    right = 1.04 * max(forecast.seconds for forecast in forecasts) or 1.0
-    largest = max(forecast.nbytes for forecast in forecasts) or 1
-    has_limit, is_near = math.isfinite(plan.memory_limit), plan.memory_limit <= 2.5 * largest
-    top = 1.08 * (max(largest, plan.memory_limit) if is_near else largest)
-    dots = [
-        Dot(number, forecast, 100 * forecast.seconds / right, 100 * (1 - forecast.nbytes / top))
-        for number, forecast in enumerate(forecasts)
-    ]
-    limit = (100 * (1 - plan.memory_limit / top) if is_near else 0.0) if has_limit else None
-    chart = PlanChart(dots, limit, ticks(right, human_seconds, about=8), ticks(top, decimal_bytes, about=5))
-    chart = replace(chart, limit_sides={screen: _limit_side(chart, screen) for screen in WIDTHS})
-    best = plan.fastest(ranks)
-    return replace(chart, labels=[label for screen in WIDTHS for label in _labels(chart, screen, best)])
 
 
 def name_of(forecast: Forecast) -> str:
@@ -267,46 +273,8 @@ Box = tuple[float, float, float, float]
 """Left, top, right and bottom, in pixels."""
 
 
-def _limit_box(chart: PlanChart, screen: str, side: str) -> Box:
-    """Where the limit's name would be: above its line, or below it at the top of the chart."""
-    y = (chart.limit or 0.0) * HEIGHT / 100
-    top = y - LINE if y > LINE else y
-    left = 0.0 if side == "start" else WIDTHS[screen] - _LIMIT_NAME
-    return left, top, left + _LIMIT_NAME, top + LINE
-
-
 _LIMIT_NAME = 90.0
 """Width of the limit's name, in pixels, about."""
-
-
-def _limit_side(chart: PlanChart, screen: str) -> str:
-    """The end of the limit's line where fewer dots are."""
-    around = [_around(dot, WIDTHS[screen]) for dot in chart.dots]
-    return min(("end", "start"), key=lambda side: sum(_meet(_limit_box(chart, screen, side), one) for one in around))
-
-
-def _labels(chart: PlanChart, screen: str, best: Forecast | None) -> Iterator[Label]:
-    """Names of dots, the best first and then the fastest, each where it covers neither a dot nor another name."""
-    width = WIDTHS[screen]
-    taken = [_around(dot, width) for dot in chart.dots]
-    if chart.limit is not None:
-        y = chart.limit * HEIGHT / 100
-        taken += [(0.0, y - 3, width, y + 3), _limit_box(chart, screen, chart.limit_sides[screen])]
-    for group in _groups(chart.dots, screen, best):
-        lead, is_best = group[0], group[0].forecast is best
-        text = _name([dot.forecast for dot in group], [dot.forecast for dot in chart.dots])
-        if is_best:
-            text = f"best: {name_of(lead.forecast)}" if screen == "wide" else "best"
-        if len(text) > LONGEST[screen] and not is_best:
-            continue
-        for dx, dy in _AROUND_BEST if is_best else _AROUND[screen]:
-            x, y, long = lead.x * width / 100 + dx, lead.y * HEIGHT / 100 + dy, len(text) * LETTER
-            box = (x if dx > 0 else x - long, y - LINE / 2, x + long if dx > 0 else x, y + LINE / 2)
-            inside = box[0] >= 0 and box[2] <= width and box[1] >= 0 and box[3] <= HEIGHT
-            if inside and not any(_meet(box, other) for other in taken):
-                taken.append(box)
-                yield Label(screen, 100 * x / width, 100 * y / HEIGHT, text, lead, dx, is_best)
-                break
 
 
 _AROUND = {"wide": [(dx, dy) for dy in (0, -LINE, LINE) for dx in (12, -12)], "narrow": [(12, 0), (-12, 0)]}
@@ -317,22 +285,7 @@ _AROUND_BEST = sorted(
 )
 
 
-def _groups(dots: Sequence[Dot], screen: str, best: Forecast | None) -> list[list[Dot]]:
-    """Dots that stand together, those of the best choice first, then by time."""
-    groups: list[list[Dot]] = []
-    width = WIDTHS[screen]
-    for dot in sorted(dots, key=lambda dot: (dot.forecast is not best, dot.x, -dot.y)):
-        here = dot.x * width / 100, dot.y * HEIGHT / 100
-        for group in groups:
-            if math.dist(here, (group[0].x * width / 100, group[0].y * HEIGHT / 100)) <= NEAR[screen]:
-                group.append(dot)
-                break
-        else:
-            groups.append([dot])
-    return groups
-
-
-def _around(dot: Dot, width: int) -> Box:
+def _around(dot: Row, width: int) -> Box:
     x, y = dot.x * width / 100, dot.y * HEIGHT / 100
     return x - 7, y - 7, x + 7, y + 7
 

@@ -23,8 +23,8 @@ from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.report.axes import human_count, human_seconds
 from zcompile.report.charts import HEIGHT, WIDTH, Curve, memory_curve, pipeline_chart, step_chart
-from zcompile.report.explain import layout_line, model_line, stage_bytes, state_line, volume_line
-from zcompile.report.pages import rates, rendered, write
+from zcompile.report.explain import layout_line, model_line, stage_bytes, state_line, volume_text
+from zcompile.report.pages import rates, rendered
 from zcompile.schedule.pipeline import Journal, JournalEntry
 
 MOST_CHANGED = 1500
@@ -89,7 +89,8 @@ def write_page(
     Raises:
         OSError: the file cannot be written.
     """
-    return write(path, page_text(title, journals, hardware, measured, ranks, why=why))
+    path.write_text(page_text(title, journals, hardware, measured, ranks, why=why), encoding="utf-8")
+    return path
 
 
 def page_text(
@@ -153,7 +154,7 @@ def _figures(program: Program, told: Timeline, curve: Curve | None) -> Iterator[
     yield "predicted step", human_seconds(told.seconds), f"{exposed} of it waiting for communication, {hidden} hidden"
     if curve:
         yield "predicted peak of a rank", human_bytes(curve.most), f"in {curve.peak}"
-    volume, onward = volume_line(program).removeprefix("volume: ").replace("N-1", "N−1"), stage_bytes(program)
+    volume, onward = volume_text(program).replace("N-1", "N−1"), stage_bytes(program)
     about = volume.partition(" = ")[2] or volume
     if onward and layout.world > 1:
         about = f"{human_bytes(onward)} of it to other pipeline stages; the rest {about}"

@@ -11,15 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from zcompile.cost.hardware import Hardware
-from zcompile.cost.memory import model_state
+from zcompile.cost.memory import model_state, peak_bytes
+from zcompile.cost.roofline import bucket_for
+from zcompile.cost.simulator import step_seconds
 from zcompile.errors import PipelineError, ProgramError
 from zcompile.ir.layout import Layout
 from zcompile.ir.program import Program
-from zcompile.passes.keep_within import check_fits
+from zcompile.passes.keep_within import check_fits, choose_kept_units
+from zcompile.schedule.default_pipeline import Schedule
 from zcompile.schedule.options import Options
-from zcompile.schedule.pipeline import Journal, Pipeline
-from zcompile.schedule.prefetch import Schedule, choose, fit
+from zcompile.schedule.pipeline import Journal, Pipeline, Trait, Verified
 
+DEPTHS = (0, 1, 2, 3, 4, 6, 8)
+WORTH = 0.005
+"""Each further unit costs memory: it must save this share of a step."""
+LEAST_PACKED = 4 * 1024
 MARGIN = 0.9
 """Share of the free memory that checkpoint="auto" fills: operations take some while they run, allocators waste some."""
 
@@ -102,6 +108,35 @@ def _decided(
     check_fits(max(least for least, _ in result), limit)
     first, *others = [units for _, units in result]
     return replace(schedule, kept=tuple(unit for unit in first if all(unit in other for other in others)))
+
+
+def choose(
+    traced: Program, pipeline: Callable[[Schedule], Pipeline], hardware: Hardware, memory_limit: int | None = None
+) -> Schedule:
+    """The least prefetch whose simulated step is as short as that of any, but for what is not worth the memory.
+
+    A parameter is packed while copying it out of a message costs less than a message's latency. A depth beyond
+    `memory_limit` is no choice, but for 0.
+    """
+    stride = traced.layout.sharded.stride
+    small = max(LEAST_PACKED, int(hardware.slowest(stride).latency * hardware.memory_bandwidth / 2))
+    bucket = bucket_for(hardware, stride)
+    common = Verified.traced(traced).after(pipeline(Schedule(DEPTHS[0], small, bucket)).until(Trait.SCHEDULES)[0])
+    seconds = {}
+    for depth in DEPTHS:
+        program = common.after(pipeline(Schedule(depth, small, bucket)).until(Trait.SCHEDULES)[1]).program
+        if depth == 0 or memory_limit is None or peak_bytes(program) <= memory_limit:
+            seconds[depth] = step_seconds(program, hardware)
+    enough = min(seconds.values()) * (1 + WORTH)
+    return Schedule(next(depth for depth in seconds if seconds[depth] <= enough), small, bucket)
+
+
+def fit(
+    traced: Program, pipeline: Callable[[Schedule], Pipeline], schedule: Schedule, memory_limit: int
+) -> tuple[int, tuple[str, ...]]:
+    """The bytes that the step takes at least, and the units that may be kept full within the limit."""
+    program = Verified.traced(traced).after(pipeline(replace(schedule, kept=())).passes).program
+    return peak_bytes(program), choose_kept_units(program, memory_limit)
 
 
 def checkpoint_budget(options: Options, layout: Layout, free: Callable[[], float]) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -42,6 +43,22 @@ from zcompile.schedule.pipeline import Pass, Pipeline, Trait
 
 Partition = Literal["min_cut", "default"]
 """What the forward saves: see `pipeline`."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How far ahead gathers start, what travels packed, and what is kept full."""
+
+    prefetch: int = 2
+    """Units gathered ahead."""
+    small: int = SMALL_BYTES
+    """Bytes up to which a parameter travels packed with its neighbours."""
+    bucket: int = bucket_for(CPU)
+    """Bytes of a packed message, and of what is copied at a time to be sent."""
+    kept: tuple[str, ...] = ()
+    """Units kept full from the forward to the backward because the memory limit allows it."""
+
+
 ACCUMULATE = Pass("accumulate_gradients", accumulate_gradients, (facts.REDUCED_ONCE,))
 """Not part of a pipeline: applied to a finished program of stage 0 or 1, for backwards under `no_sync`."""
 UPDATES = (

@@ -12,7 +12,7 @@ import torch
 from zcompile.errors import OptionError
 from zcompile.ir.layout import STAGES, Hybrid
 from zcompile.model.units import Precision
-from zcompile.schedule.default_pipeline import UPDATES, pipeline
+from zcompile.schedule.default_pipeline import UPDATES, Schedule, pipeline
 from zcompile.schedule.option_checks import (
     AUTO,
     FLAT,
@@ -27,7 +27,6 @@ from zcompile.schedule.option_checks import (
     checkpoint_of,
 )
 from zcompile.schedule.pipeline import Pass, Pipeline, Trait
-from zcompile.schedule.prefetch import Schedule
 
 _UPDATING = frozenset(step.name for step in UPDATES)
 _OWN = "a rank's own"

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import networkx as nx
 from rich.console import Console
 from rich.table import Table
+from torch import fx
 
 from zcompile.errors import PipelineError, ZcompileError, nearest
 from zcompile.facts import (
@@ -34,12 +35,12 @@ from zcompile.facts import (
     Violation,
     verify,
 )
+from zcompile.facts.fact import first_violation
 from zcompile.ir.layout import Layout, Stage
 from zcompile.ir.operation import data, has_data
 from zcompile.ir.program import Program
 from zcompile.proof.terms import Rule
 from zcompile.proof.values import RankValues, TracedValues
-from zcompile.schedule import blame
 
 ALWAYS = (WELL_FORMED, OWNED, PLACES_DISJOINT)
 """Facts that hold of every program, checked after every pass; and its values are those that were traced."""
@@ -225,7 +226,7 @@ class Verified:
             journal.failure = Failure(step.name, result.program)
             journal.is_own &= step.is_own
             started = time.perf_counter()
-            after = _applied(step, result.program, "fix the pass" if not journal.is_own else blame.of_zcompile(None))
+            after = _applied(step, result.program, "fix the pass" if not journal.is_own else _fix_of_zcompile(None))
             ran = time.perf_counter()
             notes = (f"{step.name} changes values, by the rule {rule}" for rule in step.rules)
             after = replace(after, notes=(*after.notes, *notes))
@@ -248,10 +249,10 @@ class Verified:
 
         def advice(fact: Fact, violation: Violation) -> str:
             if journal.is_own:
-                return blame.of_zcompile(violation.node)
+                return _fix_of_zcompile(violation.node)
             if fact == values.fact:
                 return f"fix the pass {step.name}; one that means to change values says so by its rules"
-            return blame.of_pass(step.name, self.program, fact, violation, journal.entries)
+            return _fix_of_pass(step.name, self.program, fact, violation, journal.entries)
 
         verify(after, (*facts, values.fact), f"after {step.name}", advice)
         return Verified(after, values, facts)
@@ -303,8 +304,8 @@ class Pipeline:
 
         def advice(fact: Fact, violation: Violation) -> str:
             if journal.is_own:
-                return blame.of_zcompile(violation.node)
-            return blame.of_goal(fact, violation, journal.entries)
+                return _fix_of_zcompile(violation.node)
+            return _fix_of_goal(fact, violation, journal.entries)
 
         journal.failure = Failure("end", finished)
         verify(finished, self.goals, "at the end of the pipeline", advice)
@@ -391,3 +392,69 @@ def _ordered(passes: Iterable[Pass]) -> tuple[Pass, ...]:
         circle = " -> ".join(edge[0] for edge in nx.find_cycle(graph))
         raise PipelineError("the pipeline", f"passes wait for each other: {circle}", "drop a requirement") from error
     return tuple(by_name[name] for name in order)
+
+
+# -- which pass to fix where a fact does not hold ----------------------------------------------------------------------
+
+
+def _fix_of_zcompile(node: fx.Node | None) -> str:
+    """What to do where nothing but zcompile's own passes have run, and the line of `node` is wrong."""
+    module = "" if node is None else data(node).source
+    where = f"of {module}" if module else "of the module whose code this is"
+    return (
+        "this is an error in zcompile, not in your model: please report it with the dump. To go on, put "
+        f"@torch.compiler.disable on the forward {where}, which runs as plain Python then"
+    )
+
+
+def _fix_of_pass(name: str, before: Program, fact: Fact, violation: Violation, earlier: Sequence[JournalEntry]) -> str:
+    """What to fix where `fact` does not hold after the pass called `name`, which was given `before`.
+
+    If it held before, the pass has broken it. If it did not, the pass should ensure it, and may have been given what it
+    cannot make good: by the pass after which it no longer held, or by the one that last wrote or moved the line.
+    """
+    if first_violation(fact, before) is None:
+        return f"fix the pass {name}: this held before it ran, and does not hold after it"
+    breaker, writer = _breaker(fact, earlier), _writer(violation.node, earlier)
+    other = f", or {writer}, the last pass before it to write or move the line" if writer else ""
+    other = f", or {breaker}, after which it no longer held" if breaker else other
+    return f"fix the pass {name}, which should ensure this{other}"
+
+
+def _fix_of_goal(fact: Fact, violation: Violation, changes: Sequence[JournalEntry]) -> str:
+    """What to fix where `fact` does not hold at the end: the pass after which it no longer did."""
+    if (breaker := _breaker(fact, changes)) is not None:
+        return f"fix the pass {breaker}: this held before it ran, and does not hold after it"
+    writer = _writer(violation.node, changes)
+    return "add a pass that ensures this" + (f", or fix {writer}, the last to write or move the line" if writer else "")
+
+
+def _breaker(fact: Fact, changes: Sequence[JournalEntry]) -> str | None:
+    """The pass before which `fact` held for the last time."""
+    return next((one.name for one in reversed(changes) if first_violation(fact, one.before) is None), None)
+
+
+def _writer(node: fx.Node | None, changes: Sequence[JournalEntry]) -> str | None:
+    """The pass that last wrote or moved the line of `node`."""
+    return None if node is None else next((one.name for one in reversed(changes) if _touches(one, node.name)), None)
+
+
+def _touches(change: JournalEntry, node: str) -> bool:
+    """True if a pass has put in a line, changed it, or moved it over another one that it found."""
+    before, after = _line_texts(change.before), _line_texts(change.after)
+    if node not in after:
+        return False
+    if node not in before or before[node] != after[node]:
+        return True
+    common = before.keys() & after.keys()
+    return _preceding(before, node, common) != _preceding(after, node, common)
+
+
+def _line_texts(program: Program) -> dict[str, object]:
+    """What each line says, by the name of its node, in their order."""
+    return {node.name: (str(node.args), str(node.kwargs), data(node).op) for node in program.graph.nodes}
+
+
+def _preceding(lines: dict[str, object], node: str, among: set[str]) -> set[str]:
+    names = list(lines)
+    return among.intersection(names[: names.index(node)])

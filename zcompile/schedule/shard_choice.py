@@ -13,7 +13,7 @@ from typing import Any
 
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import model_state
-from zcompile.cost.simulator import UPDATE_BYTES
+from zcompile.cost.simulator import update_seconds
 from zcompile.ir.layout import Layout, Unit
 from zcompile.ir.operation import Traffic
 from zcompile.ir.ops import AllGather, GatherOutside, Reduce, ReduceOutside
@@ -63,8 +63,7 @@ def estimate(shard: str, layout: Layout, hardware: Hardware) -> Estimate:
     largest = sorted(layout.gathered_bytes(unit.name) for unit in layout.units)[-2:]
     passing = sum(layout.secondary_bytes(unit.name) for unit in layout.units) if layout.has_secondary else 0
     beside = sum(largest) + (0 if layout.keeps_secondary else passing) if layout.stage.parameters_sharded else 0
-    updated = UPDATE_BYTES * state.gradients / hardware.memory_bandwidth
-    return Estimate(shard, sent + updated, kept + beside)
+    return Estimate(shard, sent + update_seconds(state.gradients, hardware), kept + beside)
 
 
 def traffic_of(unit: Unit, layout: Layout) -> Iterator[tuple[Traffic, int]]:

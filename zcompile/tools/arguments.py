@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from zcompile.cost.profile_files import DTYPES, profiles
 from zcompile.errors import OptionError, nearest
-from zcompile.tools.choices import OWN
+from zcompile.tools.choices import OWN, two_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,23 @@ Units = Annotated[list[str], typer.Option("--units", help="Module paths gathered
 Whole = Annotated[
     list[str], typer.Option("--whole", help="Parameters that one rank each keeps whole, for Muon or Shampoo; repeat.")
 ]
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """True for an option that was typed."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def sizes_of(mesh: str, problem: str, fix: str) -> tuple[int, int]:
+    """The two sizes of a mesh such as 8x4.
+
+    Raises:
+        OptionError: it has none; what is said then is given.
+    """
+    if (sizes := two_sizes(mesh)) is None:
+        raise OptionError("mesh", f"{mesh!r} {problem}", fix)
+    return sizes
 
 
 def check_target(option: str, target: Path, suffix: str) -> None:

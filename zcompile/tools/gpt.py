@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from zcompile.errors import OptionError
-from zcompile.tools.choices import nearest_size
+from zcompile.tools.choices import shape_named
 
 VOCABULARY = 50304
 """GPT-2's, rounded up to a multiple of 128."""
@@ -75,9 +73,6 @@ def shape_of(name: str) -> GPTShape:
     Raises:
         OptionError: it is neither.
     """
-    if shape := SHAPES.get(name.lower()):
-        return shape
-    if (match := re.fullmatch(r"(\d+)x(\d+)", name)) and int(match[1]) and int(match[2]) % 64 == 0 and int(match[2]):
-        return GPTShape(int(match[1]), int(match[2]), int(match[2]) // 64)
-    fix = f"{nearest_size(name, SHAPES)}; or LAYERSxWIDTH, the width a multiple of 64, such as gpt:48x1600"
-    raise OptionError("model", f"gpt:{name} is no size", fix)
+    return shape_named(
+        "gpt", name, SHAPES, lambda layers, width: GPTShape(layers, width, width // 64), multiple=64, example="48x1600"
+    )

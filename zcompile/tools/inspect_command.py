@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +18,8 @@ from zcompile.tools.arguments import (
     Whole,
     checkpoint_of,
     dtype_of,
+    is_given,
+    sizes_of,
 )
 from zcompile.tools.choices import OWN, SCHEDULES
 
@@ -86,29 +86,32 @@ def inspect_command(
     from zcompile.schedule.options import Options
     from zcompile.tools import inspection
     from zcompile.tools.named_models import subject_of
-    from zcompile.tools.pipeline_inspection import of_pipeline
 
     device = load_profile(hardware)
     _check_given(context, is_script=subject.endswith(".py"), pipelined=mesh is not None)
     if subject.endswith(".py"):
-        journal = inspection.of_script(Path(subject), context.args, world, device, folder)
-        _print_result(*inspection.write(journal, folder, subject, device, code=code), folder)
-        return
-    options = Options(
-        stage=stage,
-        prefetch=prefetch,
-        checkpoint=checkpoint_of(checkpoint),
-        dtype=dtype_of(dtype),
-        memory_limit=memory_limit,
-    )
-    given = subject_of(subject, batch=batch, sequence=sequence)
-    if mesh is not None:
-        asked = schedule, microbatches, split or None
-        pipeline = of_pipeline(given, options, _sizes(mesh), asked, device, units or None)
-        _print_result(*pipeline.write(folder, subject, code=code), folder)
-        return
-    journal = inspection.of_subject(given, options, world, device, units or None, whole or None)
-    _print_result(*inspection.write(journal, folder, subject, device, code=code), folder)
+        made = inspection.of_script(Path(subject), context.args, world, device, folder)
+    else:
+        options = Options(
+            stage=stage,
+            prefetch=prefetch,
+            checkpoint=checkpoint_of(checkpoint),
+            dtype=dtype_of(dtype),
+            memory_limit=memory_limit,
+        )
+        given = subject_of(subject, batch=batch, sequence=sequence)
+        if mesh is not None:
+            asked = schedule, microbatches, split or None
+            sizes = sizes_of(mesh, "is none", "give STAGESxRANKS, such as 4x2")
+            made = inspection.of_pipeline(given, options, sizes, asked, device, units or None)
+        else:
+            made = inspection.of_subject(given, options, world, device, units or None, whole or None)
+    text, notes = made.write(folder, subject, code=code)
+    print(text)
+    print(f"Written to {folder}: report.html, and the program after every pass with what has changed, its drawing, its")
+    print("regions, and a trace for ui.perfetto.dev.")
+    for note in notes:
+        print(note)
 
 
 def _check_given(context: typer.Context, *, is_script: bool, pipelined: bool) -> None:
@@ -120,30 +123,9 @@ def _check_given(context: typer.Context, *, is_script: bool, pipelined: bool) ->
     else:
         unasked |= dict.fromkeys(("schedule", "microbatches", "split"), "it is of a pipeline, which --mesh asks for")
     for name, why in unasked.items():
-        source = context.get_parameter_source(name)
-        if source is not None and source.name != "DEFAULT":
+        if is_given(context, name):
             fix = "leave it out" + "; if it is the script's own, put it behind `--`" * is_script
             raise OptionError(name, f"means nothing here: {why}", fix)
     if context.args and not is_script:
         fix = "leave it out; only a script takes arguments of its own"
         raise OptionError(context.args[0], "means nothing here", fix)
-
-
-def _sizes(mesh: str) -> tuple[int, int]:
-    """The stages' ranks and the data-parallel ones of a mesh.
-
-    Raises:
-        OptionError: it is none.
-    """
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", mesh)
-    if match is None:
-        raise OptionError("mesh", f"{mesh!r} is none", "give STAGESxRANKS, such as 4x2")
-    return int(match[1]), int(match[2])
-
-
-def _print_result(text: str, notes: Sequence[str], folder: Path) -> None:
-    print(text)
-    print(f"Written to {folder}: report.html, and the program after every pass with what has changed, its drawing, its")
-    print("regions, and a trace for ui.perfetto.dev.")
-    for note in notes:
-        print(note)

@@ -12,18 +12,28 @@ import runpy
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
-from zcompile.cost.hardware import CPU, GPU, Hardware
+from zcompile.cost.hardware import Hardware, guess_for
 from zcompile.cost.memory import model_state
 from zcompile.cost.roofline import bucket_for
 from zcompile.engine.region_cache import generated_code
 from zcompile.engine.step_trace import Traced, intercepting
+from zcompile.engine.train_steps import FlatResults
 from zcompile.errors import SubjectError, ZcompileError
+from zcompile.ir.actions import ActionTable
+from zcompile.ir.axis import DATA, Axis, AxisKind
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
 from zcompile.model.units import axes_over, make_layout
+from zcompile.pipelining.action_tables import action_table
+from zcompile.pipelining.guard import check_traced
+from zcompile.pipelining.program import PipelinePlace, check_options, choose_starts, rewrite
+from zcompile.pipelining.ranks import PIPELINE
+from zcompile.pipelining.reports import explain_pipeline
+from zcompile.recording.recording import rank_folder
 from zcompile.report.dumps import dumping_failures, write_dump
 from zcompile.report.explain import explain
 from zcompile.report.program_page import write_page
@@ -35,6 +45,49 @@ from zcompile.tools.named_models import Subject, raised
 from zcompile.tools.tracing import trace
 
 
+@dataclass(frozen=True)
+class Inspected:
+    """What passes make of a model's program; of a pipeline's step, of those of all ranks along its axis."""
+
+    journals: tuple[Journal, ...]
+    hardware: Hardware
+    """What seconds are predicted for."""
+    table: ActionTable | None = None
+    """What the ranks of a pipeline do."""
+    data: int = 1
+    """How many ranks have the same stages."""
+
+    @cached_property
+    def programs(self) -> list[Program]:
+        return [journal.entries[-1].after for journal in self.journals]
+
+    def write(self, folder: Path, title: str, *, code: bool) -> tuple[str, list[str]]:
+        """Write what `dump` writes: of a pipeline as with `all_ranks=True`, a rank of all that have the same stages.
+
+        Gives the text of `explain()`, and what could not be done.
+
+        Raises:
+            SubjectError: the folder cannot be written.
+        """
+        if self.table is None:
+            (program,) = self.programs
+            text = explain(program.layout, [program], len(program.regions))
+            homes, ranks = [folder], list[Program]()
+        else:
+            text = explain_pipeline(self.programs, self.table, self.hardware)
+            homes = [rank_folder(folder, place * self.data) for place in range(len(self.journals))]
+            ranks = self.programs
+        written, notes = generated_code if code else None, list[str]()
+        try:
+            for home, journal in zip(homes, self.journals, strict=True):
+                notes += write_dump(home, [journal], text, self.hardware, code=written)
+                page = home / "report.html"
+                write_page(page, title, [journal], self.hardware, (), ranks, why="chosen by --hardware")
+        except OSError as error:
+            raise SubjectError(str(folder), f"cannot be written: {error.strerror}", "give another folder") from error
+        return text, list(dict.fromkeys(notes))
+
+
 def of_subject(
     subject: Subject,
     options: Options,
@@ -42,17 +95,53 @@ def of_subject(
     hardware: Hardware,
     units: Sequence[str] | None = None,
     whole: Sequence[str] | None = None,
-) -> Journal:
+) -> Inspected:
     """What the passes make of the model, laid out for `world` ranks; what depends on the machine is for `hardware`."""
     given = subject.model, subject.args, subject.kwargs
     traced = trace(*given, dtype=options.dtype, units=units, whole=whole, device=hardware.device)
     axes = axes_over(subject.model, world)
     layout = make_layout(subject.model, STAGES[options.stage], axes, units, options.precision, whole)
-    schedule = replace(options.schedule, bucket=bucket_for(CPU if hardware.device == CPU.device else GPU))
+    schedule = replace(options.schedule, bucket=bucket_for(guess_for(hardware.device)))
     return _rewritten(traced, layout, Request(options, schedule), hardware, None)
 
 
-def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hardware, folder: Path) -> Journal:
+def of_pipeline(
+    subject: Subject,
+    options: Options,
+    mesh: tuple[int, int],
+    asked: tuple[str, int, Sequence[str] | None],
+    hardware: Hardware,
+    units: Sequence[str] | None = None,
+) -> Inspected:
+    """What the passes make of a model's step on a mesh of so many pipeline stages' ranks, and ranks that have the same.
+
+    Args:
+        subject: The model, with a micro-batch.
+        options: Of the train step.
+        mesh: Its sizes along "pp" and "dp".
+        asked: The schedule, how many micro-batches there are, and the units with which stages begin, if they are given.
+        hardware: What seconds are predicted for.
+        units: The units that are named.
+
+    Raises:
+        OptionError, CaptureError: what `zcompile.train_step` raises of them.
+    """
+    check_options(options)
+    (pipeline, data), (schedule, microbatches, split) = mesh, asked
+    table, results = action_table(schedule, pipeline, microbatches), FlatResults()
+    given = subject.model, subject.args, subject.kwargs
+    traced = trace(*given, dtype=options.dtype, units=units, device=hardware.device, results=results)
+    check_traced(traced, len(results.names or ()))
+    axes = Axis(PIPELINE, AxisKind.PIPELINE, pipeline, data), Axis(DATA, AxisKind.SHARD, data)
+    layout = make_layout(subject.model, STAGES[options.stage], axes, units, options.precision)
+    traced, guessed = replace(traced, layout=layout), guess_for(hardware.device)
+    starts = choose_starts(traced, table, split, guessed, options)
+    places = (PipelinePlace(table, rank, PIPELINE, starts) for rank in range(pipeline))
+    journals = tuple(rewrite(traced, place, options, guessed).journal for place in places)
+    return Inspected(journals, hardware, table, data)
+
+
+def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hardware, folder: Path) -> Inspected:
     """What the passes make of the first model that `script` calls compiled, laid out for `world` ranks.
 
     Where a pass fails, what those before it made is in `folder`.
@@ -81,30 +170,14 @@ def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hard
     raise SubjectError(str(script), "has ended without calling a compiled model", fix)
 
 
-def write(journal: Journal, folder: Path, title: str, hardware: Hardware, *, code: bool) -> tuple[str, list[str]]:
-    """Write what `compiled.dump` writes to `folder`; gives the text of `explain()`, and what could not be done.
-
-    Raises:
-        SubjectError: the folder cannot be written.
-    """
-    program = journal.entries[-1].after
-    text = explain(program.layout, [program], len(program.regions))
-    try:
-        notes = write_dump(folder, [journal], text, hardware, code=generated_code if code else None)
-        write_page(folder / "report.html", title, [journal], hardware, why="chosen by --hardware")
-    except OSError as error:
-        raise SubjectError(str(folder), f"cannot be written: {error.strerror}", "give another folder") from error
-    return text, notes
-
-
-def _rewritten(traced: Program, layout: Layout, request: Request, hardware: Hardware, folder: Path | None) -> Journal:
+def _rewritten(traced: Program, layout: Layout, request: Request, hardware: Hardware, folder: Path | None) -> Inspected:
     """What training would do with the program, but for what it measures: that is taken from `hardware`."""
     traced, journal = replace(traced, layout=layout), Journal()
     free = checkpoint_budget(request.options, layout, lambda: hardware.memory - model_state(layout).parameters)
     request = replace(request, free=free)
     with dumping_failures(folder, 0, journal):
         request.pipeline(decide(traced, request, lambda: hardware, journal=journal)).run(traced, journal)
-    return journal
+    return Inspected((journal,), hardware)
 
 
 @contextlib.contextmanager

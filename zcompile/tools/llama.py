@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,8 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from zcompile.errors import OptionError
-from zcompile.tools.choices import nearest_size
+from zcompile.tools.choices import shape_named
 
 VOCABULARY = 128256
 BASE = 500_000.0
@@ -148,10 +146,8 @@ def shape_of(name: str) -> LlamaShape:
     Raises:
         OptionError: it is neither.
     """
-    if shape := SHAPES.get(name.lower()):
-        return shape
-    if (match := re.fullmatch(r"(\d+)x(\d+)", name)) and int(match[1]) and int(match[2]) and int(match[2]) % 128 == 0:
-        width = int(match[2])
-        return LlamaShape(int(match[1]), width, 7 * width // 2, width // 64, width // 128)
-    fix = f"{nearest_size(name, SHAPES)}; or LAYERSxWIDTH, the width a multiple of 128, such as llama:16x2048"
-    raise OptionError("model", f"llama:{name} is no size", fix)
+
+    def made(layers: int, width: int) -> LlamaShape:
+        return LlamaShape(layers, width, 7 * width // 2, width // 64, width // 128)
+
+    return shape_named("llama", name, SHAPES, made, multiple=128, example="16x2048")

@@ -1,7 +1,7 @@
 """The planner over meshes: how many ranks for pipeline, data and tensor parallelism, and what to do on them.
 
 A model is traced for each part of tensor parallelism and each size of micro-batch; what its units take is measured in
-their rewritten programs. Every mesh, schedule and layout is then forecast from that: `zcompile.planning`.
+their rewritten programs. Every mesh, schedule and layout is then forecast from that: `zcompile.cost.pipeline_forecast`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from zcompile.cost.forecast import Checkpoint
-from zcompile.cost.hardware import Hardware, load_profile
-from zcompile.cost.mesh_plan import ChoiceTexts, MeshPlan
+from zcompile.cost.forecast import Checkpoint, ChoiceTexts, MeshPlan
+from zcompile.cost.hardware import Hardware
 from zcompile.errors import ModelError, OptionError, nearest
 from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.tensor_parallel import check_divided, tensor_parallel_plan
 from zcompile.pipelining.action_tables import SCHEDULES
-from zcompile.schedule.option_checks import bytes_of, check_stage
+from zcompile.schedule.option_checks import check_stage
 from zcompile.tools.mesh_search import MeshSearch, MeshSpace
-from zcompile.tools.planner import RESERVED, Progress
+from zcompile.tools.planner import Progress, name_and_size, target_of
 from zcompile.tools.traced_units import TracedUnits, check_no_group
 from zcompile.torch_internals.pytree import tree_leaves
 
@@ -77,8 +76,7 @@ def plan_meshes(
         GroupError: there is a process group, and a plan of tensor parallelism.
     """
     began = time.perf_counter()
-    device = load_profile(hardware) if isinstance(hardware, str) else hardware
-    limit = bytes_of("memory_limit", memory_limit) or (1 - RESERVED) * device.memory
+    device, limit = target_of(hardware, memory_limit)
     least = _rows_of(args, dict(kwargs or {}))
     _check(model, world, dtype, global_batch, least)
     _check_compared(times, schedules, stages, checkpoints)
@@ -86,31 +84,24 @@ def plan_meshes(
     plan = _plan_of(model, tensor_parallel, notes)
     computed = _low_precision(device, notes) if isinstance(dtype, str) else dtype
     traced = TracedUnits(model, args, dict(kwargs or {}), computed, units, device, plan, loss_fn)
-    compared = tuple(times), tuple(schedules), tuple(stages), tuple(checkpoints)
+    recomputed = tuple(None if one is None else "unit" for one in checkpoints)
+    compared = tuple(times), tuple(schedules), tuple(stages), recomputed
     space = MeshSpace(world, global_batch or world * least, least, *compared)
-    search = MeshSearch(traced, space, device, limit, computed, progress or (lambda *_: None), notes)
+    search = MeshSearch(traced, space, limit, progress or (lambda *_: None), notes)
     search.run()
-    return _planned(search, tensor_parallel is not None, time.perf_counter() - began)
-
-
-def _planned(search: MeshSearch, given: bool, took: float) -> MeshPlan:
-    """What a search has found; `given`: a plan of tensor parallelism was, which is in the lines to write."""
-    traced, own = search.traced, "tensor_parallel" if given else "zcompile.tensor_parallel_plan(model)"
-    texts = ChoiceTexts("None" if traced.loss_fn is None else "loss_fn", own, tuple(traced.units or ()))
-    model = traced.model
+    own = "zcompile.tensor_parallel_plan(model)" if tensor_parallel is None else "tensor_parallel"
     return MeshPlan(
-        type(model).__name__,
-        sum(parameter.numel() for parameter in model.parameters()),
-        search.hardware,
-        search.limit,
-        search.space.world,
-        search.space.global_batch,
+        *name_and_size(model),
+        device,
+        limit,
         sorted(search.best.values(), key=lambda forecast: (forecast.seconds, forecast.nbytes)),
-        None if search.best else search.smallest,
-        search.searched,
-        took,
-        texts,
-        search.notes,
+        world=world,
+        global_batch=space.global_batch,
+        searched=search.searched,
+        took=time.perf_counter() - began,
+        smallest=None if search.best else search.smallest,
+        texts=ChoiceTexts("None" if loss_fn is None else "loss_fn", own, tuple(units or ())),
+        notes=notes,
     )
 
 

@@ -5,21 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-import torch
-
-from zcompile.cost.forecast import Checkpoint
-from zcompile.cost.hardware import Hardware
-from zcompile.cost.mesh_plan import MeshChoice, MeshForecast
+from zcompile.cost.divided import DividedPipeline, PipelineCosts, PipelineSetting
+from zcompile.cost.forecast import MeshChoice, MeshForecast
+from zcompile.cost.pipeline_forecast import forecast, least_seconds, peak_bytes, state_bytes
 from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.axis import Axis, AxisKind, axes_of
 from zcompile.ir.layout import STAGES
 from zcompile.pipelining.action_tables import SCHEDULES, action_table
 from zcompile.pipelining.balance import balanced
-from zcompile.planning.divided import DividedPipeline, PipelineSetting
-from zcompile.planning.forecast import forecast, least_seconds, peak_bytes, state_bytes
-from zcompile.planning.unit_costs import PipelineCosts
 from zcompile.tools.planner import Progress
 from zcompile.tools.traced_units import TracedUnits
 
@@ -42,43 +38,27 @@ class MeshSpace:
     times: tuple[int, ...]
     schedules: tuple[str, ...]
     stages: tuple[int, ...]
-    checkpoints: tuple[Checkpoint, ...]
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """What is to be forecast, but for the ZeRO stage."""
-
-    pipeline: int
-    data: int
-    tensor: int
-    times: int
-    microbatches: int
-    schedule: str
-    stages_per_rank: int
-    checkpoint: Checkpoint
-    bound: float
-    """Seconds that a step takes at least."""
+    checkpoints: tuple[str | None, ...]
 
 
 @dataclass
 class MeshSearch:
-    """A search over meshes: of each, candidates in the order of what they take at least, until that is too much."""
+    """A search over meshes: of each, choices in the order of what they take at least, until that is too much."""
 
     traced: TracedUnits
     space: MeshSpace
-    hardware: Hardware
     limit: float
-    dtype: torch.dtype | None
+    """Bytes of a rank."""
     tell: Progress
     notes: list[str]
     best: dict[tuple[int, int, int], MeshForecast] = field(default_factory=dict)
     searched: int = 0
-    _tried: list[tuple[int, _Candidate, int]] = field(default_factory=list)
-    """What does not fit, with the ZeRO stage, and what it takes at least."""
+    _tried: list[tuple[int, MeshChoice]] = field(default_factory=list)
+    """What does not fit, with what it takes at least."""
     _left_out: int = 0
-    """Candidates with more actions than are looked at."""
+    """Choices with more actions than are looked at."""
     _tables: dict[tuple[str, int, int, int], ActionTable | None] = field(default_factory=dict)
+    _settings: dict[tuple[Any, ...], PipelineSetting] = field(default_factory=dict)
     _cuts: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -87,7 +67,7 @@ class MeshSearch:
         for done, tensor in enumerate(tensors):
             self.tell(f"tracing one of {tensor} part{'s' * (tensor > 1)}", done, len(tensors))
             try:
-                self._costs(tensor, self.space.times[0], None)
+                self._costs(tensor, self.space.times[0] * self.space.least, None)
             except (CaptureError, ModelError) as error:
                 if tensor == 1:
                     raise
@@ -95,8 +75,9 @@ class MeshSearch:
                 self.notes.append(f"{what}: {error.problem}")
                 continue
             for pipeline in _divisors(self.space.world // tensor):
-                self.tell(f"{pipeline} x {self.space.world // tensor // pipeline} x {tensor}", done, len(tensors))
-                self._mesh(pipeline, self.space.world // tensor // pipeline, tensor)
+                data = self.space.world // tensor // pipeline
+                self.tell(f"{pipeline} x {data} x {tensor}", done, len(tensors))
+                self._look_at(pipeline, data, tensor)
         if self._left_out:
             most = f"stages x micro-batches are more than {ACTIONS // 2:,}"
             self.notes.append(f"{self._left_out} choices not compared: {most}")
@@ -104,41 +85,43 @@ class MeshSearch:
 
     def _parts(self) -> Iterator[int]:
         """Sizes of tensor parallelism: within the innermost level of the network."""
-        most = self.hardware.links[0].members if len(self.hardware.links) > 1 else self.space.world
+        links = self.traced.hardware.links
+        most = links[0].members if len(links) > 1 else self.space.world
         yield from (size for size in _divisors(self.space.world) if size == 1 or (self.traced.plan and size <= most))
 
-    def _costs(self, tensor: int, times: int, checkpoint: Checkpoint) -> PipelineCosts:
-        return self.traced.costs(tensor, times, checkpoint=checkpoint is not None)
+    def _costs(self, tensor: int, size: int, checkpoint: str | None) -> PipelineCosts:
+        """What units take of one of `tensor` parts of the model, for micro-batches of `size` rows."""
+        return self.traced.costs(tensor, size // self.space.least, checkpoint=checkpoint is not None)
 
-    def _mesh(self, pipeline: int, data: int, tensor: int) -> None:
-        mesh = pipeline, data, tensor
-        for candidate in sorted(self._candidates(*mesh), key=lambda one: (one.bound, one.stages_per_rank)):
-            if mesh in self.best and candidate.bound >= self.best[mesh].seconds:
+    def _look_at(self, *mesh: int) -> None:
+        """Forecast the choices of a mesh, as far as they may be faster than the best."""
+        pipeline, data, tensor = mesh
+        bounded = self._bounded(pipeline, data, tensor)
+        for bound, choice in sorted(bounded, key=lambda one: (one[0], one[1].stages_per_rank)):
+            if choice.mesh in self.best and bound >= self.best[choice.mesh].seconds:
                 break
-            self._try(candidate)
+            self._try(choice)
 
-    def _candidates(self, pipeline: int, data: int, tensor: int) -> Iterator[_Candidate]:
+    def _bounded(self, pipeline: int, data: int, tensor: int) -> Iterator[tuple[float, MeshChoice]]:
+        """The choices of a mesh but for the ZeRO stage, with the seconds that a step takes at least."""
         space = self.space
-        for times in space.times:
-            if space.global_batch % (data * space.least * times):
+        for size in (times * space.least for times in space.times):
+            microbatches, left = divmod(space.global_batch, data * size)
+            if left:
                 continue
-            microbatches = space.global_batch // (data * space.least * times)
             for schedule in space.schedules if pipeline > 1 else ("1f1b",):
-                known = SCHEDULES[schedule]
-                for per_rank in STAGES_PER_RANK.get(schedule, (known.stages,)):
-                    if pipeline * per_rank > len(self._costs(tensor, times, None).names):
+                for per_rank in STAGES_PER_RANK.get(schedule, (SCHEDULES[schedule].stages,)):
+                    if pipeline * per_rank > len(self._costs(tensor, size, None).names):
                         continue
                     if 2 * pipeline * per_rank * microbatches > ACTIONS:
                         self._left_out += len(space.checkpoints)
                         continue
-                    table = self._table(schedule, pipeline, microbatches, per_rank)
-                    if table is None:
+                    if self._table(schedule, pipeline, microbatches, per_rank) is None:
                         continue
+                    shape = pipeline, data, tensor, size, microbatches, schedule, per_rank
                     for checkpoint in space.checkpoints:
-                        shape = pipeline, data, tensor, times, microbatches, schedule, per_rank, checkpoint
-                        unbounded = _Candidate(*shape, bound=0.0)
-                        bound = least_seconds(self._divided(unbounded, 0))
-                        yield replace(unbounded, bound=bound)
+                        choice = MeshChoice(*shape, stage=0, checkpoint=checkpoint, dtype=self.traced.dtype)
+                        yield least_seconds(self._divided(choice)), choice
 
     def _table(self, schedule: str, ranks: int, microbatches: int, stages_per_rank: int) -> ActionTable | None:
         """The table of a schedule; None where it is not for so many."""
@@ -150,50 +133,48 @@ class MeshSearch:
                 self._tables[key] = None
         return self._tables[key]
 
-    def _table_of(self, one: _Candidate) -> ActionTable:
-        table = self._table(one.schedule, one.pipeline, one.microbatches, one.stages_per_rank)
-        assert table is not None, "a candidate has one"
-        return table
-
-    def _starts(self, one: _Candidate) -> tuple[int, ...]:
+    def _starts(self, choice: MeshChoice) -> tuple[int, ...]:
         """The first unit of each stage, as `train_step` chooses them."""
-        stages = one.pipeline * one.stages_per_rank
-        if (key := (one.tensor, one.times, stages)) not in self._cuts:
-            self._cuts[key] = (0, *balanced(self._costs(one.tensor, one.times, None).work, stages))
+        stages = choice.pipeline * choice.stages_per_rank
+        if (key := (choice.tensor, choice.microbatch_size, stages)) not in self._cuts:
+            self._cuts[key] = (0, *balanced(self._costs(*key[:2], None).work, stages))
         return self._cuts[key]
 
-    def _divided(self, one: _Candidate, stage: int) -> DividedPipeline:
-        axes = axes_of(one.data, one.tensor)
-        pipeline = Axis("pp", AxisKind.PIPELINE, one.pipeline, one.data * one.tensor)
-        costs = self._costs(one.tensor, one.times, one.checkpoint)
-        setting = PipelineSetting(costs, self.hardware, STAGES[stage], axes, pipeline, PREFETCH)
-        return setting.at(self._table_of(one), self._starts(one))
+    def _divided(self, choice: MeshChoice) -> DividedPipeline:
+        key = choice.mesh, choice.microbatch_size, choice.checkpoint, choice.stage
+        if key not in self._settings:
+            pipeline = Axis("pp", AxisKind.PIPELINE, choice.pipeline, choice.data * choice.tensor)
+            axes = axes_of(choice.data, choice.tensor)
+            costs = self._costs(choice.tensor, choice.microbatch_size, choice.checkpoint)
+            stage = STAGES[choice.stage]
+            self._settings[key] = PipelineSetting(costs, self.traced.hardware, stage, axes, pipeline, PREFETCH)
+        table = self._table(choice.schedule, choice.pipeline, choice.microbatches, choice.stages_per_rank)
+        assert table is not None, "a choice has one"
+        return self._settings[key].at(table, self._starts(choice))
 
-    def _try(self, one: _Candidate) -> None:
-        """Forecast a candidate under the first ZeRO stage with which it fits."""
-        for stage in self._stages_for(one):
+    def _try(self, choice: MeshChoice) -> None:
+        """Forecast a choice under the first ZeRO stage with which it fits."""
+        for stage in self._stages_for(choice):
             self.searched += 1
-            divided = self._divided(one, stage)
+            staged = replace(choice, stage=stage)
+            divided = self._divided(staged)
             least = state_bytes(divided)
             if least > self.limit or peak_bytes(divided, self.limit) > self.limit:
-                self._tried.append((least, one, stage))
+                self._tried.append((least, staged))
             else:
-                found, mesh = self._forecast(one, stage), (one.pipeline, one.data, one.tensor)
-                if mesh not in self.best or found.seconds < self.best[mesh].seconds:
-                    self.best[mesh] = found
+                found = self._forecast(staged)
+                if choice.mesh not in self.best or found.seconds < self.best[choice.mesh].seconds:
+                    self.best[choice.mesh] = found
                 return
 
-    def _stages_for(self, one: _Candidate) -> list[int]:
+    def _stages_for(self, choice: MeshChoice) -> list[int]:
         """ZeRO stages, that which sends least first; one rank alone has nothing to divide but what it holds full."""
-        wanted = (0, 3) if one.data == 1 else (1, 0, 2, 3)
+        wanted = (0, 3) if choice.data == 1 else (1, 0, 2, 3)
         return [stage for stage in wanted if stage in self.space.stages] or list(self.space.stages[:1])
 
-    def _forecast(self, one: _Candidate, stage: int) -> MeshForecast:
-        found = forecast(self._divided(one, stage))
-        flops = self._costs(one.tensor, one.times, None).flops * one.microbatches / one.pipeline
-        size = one.times * self.space.least
-        shape = one.pipeline, one.data, one.tensor, size, one.microbatches, one.schedule, one.stages_per_rank
-        choice = MeshChoice(*shape, stage, None if one.checkpoint is None else "unit", self.dtype)
+    def _forecast(self, choice: MeshChoice) -> MeshForecast:
+        found = forecast(self._divided(choice))
+        flops = self._costs(choice.tensor, choice.microbatch_size, None).flops * choice.microbatches / choice.pipeline
         most = found.fullest
         return MeshForecast(
             choice=choice,
@@ -208,12 +189,13 @@ class MeshSearch:
     @property
     def smallest(self) -> MeshForecast | None:
         """What takes least memory of all that does not fit."""
-        found: tuple[float, _Candidate | None, int] = math.inf, None, 0
-        for least, one, stage in sorted(self._tried, key=lambda tried: tried[0]):
-            if least >= found[0]:
+        fewest, smallest = math.inf, None
+        for least, choice in sorted(self._tried, key=lambda tried: tried[0]):
+            if least >= fewest:
                 break
-            found = min(found, (peak_bytes(self._divided(one, stage), found[0]), one, stage), key=lambda some: some[0])
-        return None if found[1] is None else self._forecast(found[1], found[2])
+            if (nbytes := peak_bytes(self._divided(choice), fewest)) < fewest:
+                fewest, smallest = nbytes, choice
+        return None if smallest is None else self._forecast(smallest)
 
 
 def _divisors(number: int) -> list[int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,12 +25,14 @@ from zcompile.tools.arguments import (
     check_target,
     checkpoint_of,
     dtype_of,
+    is_given,
     progress_bar,
+    sizes_of,
 )
 from zcompile.tools.choices import CHECKPOINTS, FLAT, OWN, PIPED, PREFETCHES, SHARDS, STAGES
 
 if TYPE_CHECKING:
-    from zcompile.cost.forecast import Plan
+    from zcompile.cost.forecast import Plan, PrintedPlan
 
 CHECKPOINT_TEXTS = [str(one or "none") for one in CHECKPOINTS]
 AUTO = "auto"
@@ -107,7 +110,8 @@ def plan_command(
     device = load_profile(hardware)
     choices_of(dtypes or [None], stage, checkpoints, prefetch)  # before the model is made, which takes its time
     limit = _limit(memory_limit)
-    shapes = [_mesh(one) for one in mesh]
+    fix = "give nodes and the ranks of each, such as 8x4, or auto alone"
+    shapes = [sizes_of(one, "is no mesh of two levels", fix) for one in mesh]
     with progress_bar(quiet=as_json) as progress:
         subject = subject_of(model, batch=batch, sequence=sequence)
         made = plan(
@@ -127,7 +131,9 @@ def plan_command(
             whole=whole or None,
             progress=progress,
         )
-    _print_result(replace(made, model=subject.name), html, {"batch": batch, "sequence": sequence} if as_json else None)
+    made = replace(made, model=subject.name)
+    beside = {"batch": batch, "sequence": sequence} if as_json else None
+    _print_plan(made, beside, None if html is None else partial(_write_page, html, made))
 
 
 def _plan_meshes(context: typer.Context) -> None:
@@ -142,8 +148,7 @@ def _plan_meshes(context: typer.Context) -> None:
 
     given = context.params
     for name in ("prefetch", "shard", "whole", "html"):
-        source = context.get_parameter_source(name)
-        if source is not None and source.name != "DEFAULT":
+        if is_given(context, name):
             raise OptionError(name, "is not compared over meshes", "leave it out, or --mesh auto")
     for name, least in (("world", 1), ("dtype", 0)):
         if not least <= len(given[name]) <= 1:
@@ -167,13 +172,7 @@ def _plan_meshes(context: typer.Context) -> None:
             progress=progress,
         )
     made = replace(made, model=subject.name, texts=replace(made.texts, loss=subject.loss))
-    if given["as_json"]:
-        print(json.dumps(made.as_dict(), indent=1))
-        made.best()
-    else:
-        made.print(Console(width=None if sys.stdout.isatty() else PIPED))
-    if not made.forecasts:
-        raise typer.Exit(1)
+    _print_plan(made, {} if given["as_json"] else None)
 
 
 def _limit(text: str | None) -> int | None:
@@ -187,21 +186,15 @@ def _limit(text: str | None) -> int | None:
     return bytes_of("memory_limit", f"{text}B" if (text or "").isdecimal() else text)
 
 
-def _mesh(text: str) -> tuple[int, int]:
-    """The two sizes of `8x4`.
+def _write_page(html: Path, made: Plan) -> None:
+    from zcompile.report.plan_page import write_plan_page
 
-    Raises:
-        OptionError: it is no such text.
-    """
-    nodes, _, ranks = text.partition("x")
-    if not (nodes.isdecimal() and ranks.isdecimal() and int(nodes) and int(ranks)):
-        raise OptionError(
-            "mesh", f"{text!r} is no mesh of two levels", "give nodes and the ranks of each, such as 8x4, or auto alone"
-        )
-    return int(nodes), int(ranks)
+    write_plan_page(html, made)
 
 
-def _print_result(made: Plan, html: Path | None, beside: Mapping[str, int] | None) -> None:
+def _print_plan(
+    made: PrintedPlan, beside: Mapping[str, int] | None, write_page: Callable[[], None] | None = None
+) -> None:
     """Print a plan, as JSON with what stands `beside` it if that is given, and write its page.
 
     Raises:
@@ -212,12 +205,11 @@ def _print_result(made: Plan, html: Path | None, beside: Mapping[str, int] | Non
         print(json.dumps({**made.as_dict(), **beside}, indent=1))
     else:
         made.print(Console(width=None if sys.stdout.isatty() else PIPED))
-    if html is not None:
-        from zcompile.report.plan_page import write_plan_page
-
-        write_plan_page(html, made)
-    for ranks in made.worlds:
-        if made.fastest(ranks) is None:
-            if beside is not None:
-                made.best(ranks)
-            raise typer.Exit(1)
+    if write_page is not None:
+        write_page()
+    try:
+        made.check_fits()
+    except OptionError:
+        if beside is not None:
+            raise
+        raise typer.Exit(1) from None

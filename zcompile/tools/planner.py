@@ -83,59 +83,44 @@ def plan(
         ProfileError: no such profile, or one that cannot be meant.
         ModelError, CaptureError: see `zcompile.tools.tracing.trace`.
     """
-    device = load_profile(hardware) if isinstance(hardware, str) else hardware
-    limit = bytes_of("memory_limit", memory_limit) or (1 - RESERVED) * device.memory
+    device, limit = target_of(hardware, memory_limit)
     check_worlds(worlds)
     divided = divisions_of(replicas, hybrids, (True, False) if whole else (False,))
-    choices = choices_of(dtypes or (None, _low_precision(device)), stages, checkpoints, prefetches, divided)
-
-    def rewriter_in(dtype: torch.dtype | None) -> Rewriter:
-        traced = trace(model, args, kwargs, dtype=dtype, units=units, whole=whole, device=device.device)
-        return Rewriter(model, traced, units, whole)
-
-    forecasts = list(_forecasts(choices, rewriter_in, list(dict.fromkeys(worlds)), device, progress))
-    if not forecasts:
-        raise _without_effect(checkpoints)
-    return _planned(model, device, limit, forecasts, (args, dict(kwargs or {})), tuple(whole or ()))
-
-
-def _forecasts(
-    choices: Sequence[Choice],
-    rewriter_in: Callable[[torch.dtype | None], Rewriter],
-    worlds: Sequence[int],
-    hardware: Hardware,
-    progress: Progress | None,
-) -> Iterator[Forecast]:
+    low = torch.bfloat16 if "bfloat16" in device.flops else torch.float16
+    choices = choices_of(dtypes or (None, low), stages, checkpoints, prefetches, divided)
     tell = progress or (lambda *_: None)
-    rewriters: dict[torch.dtype | None, Rewriter] = {}
+    rewriters, forecasts = dict[torch.dtype | None, Rewriter](), list[Forecast]()
     for done, choice in enumerate(choices):
         if choice.dtype not in rewriters:
             tell(f"tracing in {str(choice.dtype or 'its own dtype').removeprefix('torch.')}", done, len(choices))
-            rewriters[choice.dtype] = rewriter_in(choice.dtype)
+            traced = trace(model, args, kwargs, dtype=choice.dtype, units=units, whole=whole, device=device.device)
+            rewriters[choice.dtype] = Rewriter(model, traced, units, whole)
         tell(str(choice), done, len(choices))
-        yield from rewriters[choice.dtype].forecasts(choice, worlds, hardware)
+        forecasts += rewriters[choice.dtype].forecasts(choice, list(dict.fromkeys(worlds)), device)
     tell("done", len(choices), len(choices))
-
-
-def _without_effect(checkpoints: Sequence[Checkpoint]) -> OptionError:
-    fix = "let None be among them, or give units= of modules that compute something"
-    return OptionError("checkpoints", f"of {list(checkpoints)} none has an effect on this model", fix)
-
-
-def _planned(
-    model: nn.Module, hardware: Hardware, limit: float, forecasts: list[Forecast], given: Any, whole: tuple[str, ...]
-) -> Plan:
-    """The plan of a model that was given these arguments."""
-    count = sum(parameter.numel() for parameter in model.parameters())
+    if not forecasts:
+        fix = "let None be among them, or give units= of modules that compute something"
+        raise OptionError("checkpoints", f"of {list(checkpoints)} none has an effect on this model", fix)
     parts = max(mesh_size(parameter) for parameter in model.parameters())
-    tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+    tensors = (leaf for leaf in tree_leaves((args, dict(kwargs or {}))) if isinstance(leaf, torch.Tensor))
     types = ", ".join(str(TensorType.make(tensor.dtype, tuple(tensor.shape))) for tensor in tensors)
-    return Plan(type(model).__name__, count, hardware, limit, forecasts, types, parts, whole)
+    return Plan(*name_and_size(model), device, limit, forecasts, types, parts, tuple(whole or ()))
 
 
-def _low_precision(hardware: Hardware) -> torch.dtype:
-    """The dtype of 16 bits that a device computes in."""
-    return torch.bfloat16 if "bfloat16" in hardware.flops else torch.float16
+def target_of(hardware: str | Hardware, memory_limit: int | str | None) -> tuple[Hardware, float]:
+    """What is planned for, and the bytes that a rank may take of it.
+
+    Raises:
+        OptionError: the limit is no size.
+        ProfileError: no such profile, or one that cannot be meant.
+    """
+    device = load_profile(hardware) if isinstance(hardware, str) else hardware
+    return device, bytes_of("memory_limit", memory_limit) or (1 - RESERVED) * device.memory
+
+
+def name_and_size(model: nn.Module) -> tuple[str, int]:
+    """What a model is called in a plan, and how many parameters it has."""
+    return type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
 
 
 Division = tuple[int, Hybrid, bool]
@@ -183,10 +168,14 @@ def choices_of(
     )
     result = list(dict.fromkeys(made))
     for choice in result:
-        Options(stage=choice.stage, prefetch=choice.prefetch, checkpoint=choice.checkpoint, dtype=choice.dtype)
+        _options_of(choice)
     if not result:
         raise OptionError("plan", "has nothing to compare", "give at least one stage, prefetch, checkpoint and dtype")
     return result
+
+
+def _options_of(choice: Choice) -> Options:
+    return Options(stage=choice.stage, prefetch=choice.prefetch, checkpoint=choice.checkpoint, dtype=choice.dtype)
 
 
 class Rewriter:
@@ -221,10 +210,7 @@ class Rewriter:
         Raises:
             OptionError: the checkpoint setting has no effect, or cannot be met.
         """
-        options = Options(
-            stage=choice.stage, prefetch=choice.prefetch, checkpoint=choice.checkpoint, dtype=choice.dtype
-        )
-        before, behind = options.pipeline().until(Trait.SCHEDULES)
+        before, behind = _options_of(choice).pipeline().until(Trait.SCHEDULES)
         first = [step for step in before if Trait.BEFORE_LAYOUT in step.traits]
         shared = self._run((), self._traced, first)
         layout = make_layout(

@@ -18,14 +18,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from zcompile.cost.hardware import CPU, GPU, Hardware
+from zcompile.cost.divided import PipelineCosts
+from zcompile.cost.hardware import Hardware, guess_for
 from zcompile.engine.train_steps import FlatResults
 from zcompile.errors import GroupError, ModelError
 from zcompile.model.units import find_blocks
 from zcompile.pipelining.guard import check_traced
-from zcompile.planning.unit_costs import PipelineCosts, UnitStages, costs_of_model
-from zcompile.runtime.device import HOST
 from zcompile.tools.tracing import trace
+from zcompile.tools.unit_costs import UnitStages, costs_of_units
 from zcompile.torch_internals.pytree import tree_map_only
 
 
@@ -77,7 +77,7 @@ class TracedUnits:
                 alike = [first[key] for key in whole.keys]
             else:
                 whole = units
-            self._costs[key] = costs_of_model(whole, units, alike, self.hardware, checkpoint=checkpoint)
+            self._costs[key] = costs_of_units(whole, checkpoint=checkpoint, like=units, alike=alike)
         return self._costs[key]
 
     def _of(self, parts: int, times: int) -> UnitStages:
@@ -127,7 +127,7 @@ class TracedUnits:
                 model, args, kwargs, dtype=dtype, units=units, device=device, loss_fn=loss_fn, results=results
             )
         check_traced(traced, len(results.names or ()))
-        return UnitStages.of(traced, CPU if self.hardware.device == HOST else GPU)
+        return UnitStages.of(traced, guess_for(self.hardware.device), self.hardware)
 
 
 def _some_of_each(whole: UnitStages) -> tuple[int, ...]:

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from zcompile.cost.divided import WEIGHTS, DividedPipeline, StageCost, UnitLayout
 from zcompile.cost.memory import MemoryKind
-from zcompile.ir.actions import Action, ActionKind
-from zcompile.passes.pipelining.unroll_microbatches import IN_FLIGHT
-from zcompile.planning.divided import WEIGHTS, DividedPipeline, StageCost, UnitLayout
+from zcompile.ir.actions import IN_FLIGHT, Action, ActionKind
 
 
 def most_held(divided: DividedPipeline, rank: int, limit: float = math.inf) -> dict[MemoryKind, int]:
@@ -40,7 +39,7 @@ class _HeldBytes:
         self.reducing = _most_of(reduced, self.depth) if self.zero.gradients_sharded else 0
         self.several = table.microbatches > 1
         self.simple = table.stages == len(table.rows)
-        self.coming = _messages_to(divided, rank, self.depth if setting.prefetch else 0)
+        self.coming = _Coming(divided, rank, self.depth if setting.prefetch else 0)
         self.ahead, self.back = list[_Sent](), list[_Sent]()
         self.saved = dict[tuple[int, int], int]()
         self.total = 0
@@ -143,8 +142,15 @@ def _most_of(sizes: Sequence[int], count: int) -> int:
 class _Coming:
     """Messages that a rank receives ahead: from each other rank so many at a time."""
 
-    def __init__(self, queues: dict[int, deque[tuple[Action, int]]], depth: int) -> None:
-        self.queues, self.depth = queues, depth
+    def __init__(self, divided: DividedPipeline, rank: int, depth: int) -> None:
+        self.depth, self.queues = depth, dict[int, deque[tuple[Action, int]]]()
+        table, stages = divided.table, divided.stages
+        for action in table.rows[rank]:
+            forward = action.kind is ActionKind.FORWARD
+            for number in divided.senders[forward][action.stage] if forward or action.sends_back else ():
+                if (home := table.rank_of(number)) != rank:
+                    sent = stages[number].ahead if forward else stages[number].back
+                    self.queues.setdefault(home, deque()).append((action, sent[action.stage]))
 
     def take(self, action: Action) -> int:
         """Bytes that are being received when an action has taken what is for it."""
@@ -152,15 +158,3 @@ class _Coming:
             while queue and queue[0][0] == action:
                 queue.popleft()
         return sum(nbytes for queue in self.queues.values() for _, nbytes in islice(queue, self.depth))
-
-
-def _messages_to(divided: DividedPipeline, rank: int, depth: int) -> _Coming:
-    queues: dict[int, deque[tuple[Action, int]]] = {}
-    table, stages = divided.table, divided.stages
-    for action in table.rows[rank]:
-        forward = action.kind is ActionKind.FORWARD
-        for number in divided.senders[forward][action.stage] if forward or action.sends_back else ():
-            if (home := table.rank_of(number)) != rank:
-                sent = stages[number].ahead if forward else stages[number].back
-                queues.setdefault(home, deque()).append((action, sent[action.stage]))
-    return _Coming(queues, depth)

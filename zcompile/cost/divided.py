@@ -1,4 +1,4 @@
-"""A model divided into pipeline stages: what each takes, and what it gives the others."""
+"""A model divided into pipeline stages: what each takes, and what it gives the others, from what its units take."""
 
 from __future__ import annotations
 
@@ -8,12 +8,74 @@ from functools import cached_property
 
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import model_state
-from zcompile.cost.simulator import UPDATE_BYTES
+from zcompile.cost.simulator import update_seconds
 from zcompile.ir.actions import Action, ActionKind, ActionTable
 from zcompile.ir.axis import Axis, AxisKind
 from zcompile.ir.layout import Layout, Stage, Unit
 from zcompile.ir.ops import AllGather, Reduce
-from zcompile.planning.unit_costs import PartCost, PipelineCosts, UnitCost
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """One part of a unit's step."""
+
+    seconds: float = 0.0
+    peak: int = 0
+    """The most bytes of what the unit computes that are there in it, those from earlier parts included."""
+    reads: bool = False
+    """True if it reads the unit's parameters."""
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """What a unit takes for one micro-batch.
+
+    Attributes:
+        units: Its parameters, with the messages that they travel in, by the names of the first unit that is equal.
+        flops: Of its forward and backward.
+        parts: By kind of action.
+        saved: Bytes that its backward needs of the forward, by value.
+        left: Bytes that gradients of weights need, by value, once those of inputs have been computed.
+        inputs: Bytes of each value that earlier units give it.
+        tangents: Bytes of each gradient that later units give it.
+        ahead: Bytes of each value that a later unit needs, with the number of that unit.
+        back: Likewise of gradients that an earlier unit needs.
+        lent: Bytes of the parameters that other units read, with the number of each such unit.
+    """
+
+    units: tuple[Unit, ...]
+    flops: int
+    parts: Mapping[ActionKind, PartCost]
+    saved: Mapping[str, int]
+    left: Mapping[str, int]
+    inputs: Mapping[str, int]
+    tangents: Mapping[str, int]
+    ahead: Mapping[str, tuple[int, int]]
+    back: Mapping[str, tuple[int, int]]
+    lent: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class PipelineCosts:
+    """What all units of a traced step take, in order.
+
+    Attributes:
+        names: Of the units.
+        work: Seconds by which stages are balanced.
+        units: As they are asked for.
+        plain: With all that is saved, where `units` compute it again; else the same.
+    """
+
+    names: tuple[str, ...]
+    work: tuple[float, ...]
+    units: tuple[UnitCost, ...]
+    plain: tuple[UnitCost, ...]
+
+    @property
+    def flops(self) -> int:
+        """Of one micro-batch, without what is computed again."""
+        return sum(unit.flops for unit in self.plain)
+
 
 WEIGHTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 """The actions that give gradients of weights."""
@@ -62,20 +124,6 @@ class StageCost:
     def needs(self, unit: UnitCost, kind: ActionKind) -> Mapping[str, int]:
         """What a backward of a unit finds."""
         return unit.left if kind is ActionKind.BACKWARD_WEIGHT and not self.is_first else unit.saved
-
-
-Senders = Mapping[bool, Sequence[Sequence[int]]]
-"""For each stage the stages that send to it: True for the forward, False for the backward."""
-
-
-def _senders(stages: Sequence[StageCost]) -> Senders:
-    found: dict[bool, list[list[int]]] = {way: [[] for _ in stages] for way in (True, False)}
-    for number, stage in enumerate(stages):
-        for to in stage.ahead:
-            found[True][to].append(number)
-        for to in stage.back:
-            found[False][to].append(number)
-    return found
 
 
 def may_gather(action: Action, zero: Stage) -> bool:
@@ -146,9 +194,15 @@ class DividedPipeline:
     stages: tuple[StageCost, ...]
 
     @cached_property
-    def senders(self) -> Senders:
-        """Who sends to whom."""
-        return _senders(self.stages)
+    def senders(self) -> Mapping[bool, Sequence[Sequence[int]]]:
+        """For each stage the stages that send to it: True for the forward, False for the backward."""
+        found: dict[bool, list[list[int]]] = {way: [[] for _ in self.stages] for way in (True, False)}
+        for number, stage in enumerate(self.stages):
+            for to in stage.ahead:
+                found[True][to].append(number)
+            for to in stage.back:
+                found[False][to].append(number)
+        return found
 
     def layouts_of(self, rank: int) -> list[UnitLayout]:
         """The units of a rank."""
@@ -222,5 +276,5 @@ class UnitLayout:
         summed = sum(param.numel * (param.sum_dtype or param.full_dtype).itemsize for param in trained)
         averages = sum(param.padded_numel * param.reduce_dtype.itemsize // max(size, 1) for param in trained)
         averages = gradients if size == 1 else averages  # alone, a gradient is its own average
-        update = UPDATE_BYTES * state.gradients / hardware.memory_bandwidth
+        update = update_seconds(state.gradients, hardware)
         return cls(state.parameters, state.moments, full, gradients, summed, averages, gather, reduce, update)

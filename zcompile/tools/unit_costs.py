@@ -7,11 +7,13 @@ several units takes what they take together, so every division of a model into s
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Literal
 
 from torch import fx
 
+from zcompile.cost.divided import PartCost, PipelineCosts, UnitCost
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import live_bytes
 from zcompile.cost.roofline import aten_cost, bucket_for, line_seconds, operation_seconds
@@ -26,73 +28,11 @@ from zcompile.ir.region import graph_text
 from zcompile.passes.common.boundary import Crossing, End, PipelineStage
 from zcompile.passes.pipelining.cut_stages import cut_stages, units_in_order, work_of_units
 from zcompile.passes.pipelining.unroll_microbatches import lines_of
-from zcompile.schedule.default_pipeline import Partition, of_stages
+from zcompile.schedule.default_pipeline import of_stages
 from zcompile.schedule.pipeline import Verified
 from zcompile.torch_internals.pytree import tree_map_only
 
 PARTS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
-
-
-@dataclass(frozen=True)
-class PartCost:
-    """One part of a unit's step."""
-
-    seconds: float = 0.0
-    peak: int = 0
-    """The most bytes of what the unit computes that are there in it, those from earlier parts included."""
-    reads: bool = False
-    """True if it reads the unit's parameters."""
-
-
-@dataclass(frozen=True)
-class UnitCost:
-    """What a unit takes for one micro-batch.
-
-    Attributes:
-        units: Its parameters, with the messages that they travel in, by the names of the first unit that is equal.
-        flops: Of its forward and backward.
-        parts: By kind of action.
-        saved: Bytes that its backward needs of the forward, by value.
-        left: Bytes that gradients of weights need, by value, once those of inputs have been computed.
-        inputs: Bytes of each value that earlier units give it.
-        tangents: Bytes of each gradient that later units give it.
-        ahead: Bytes of each value that a later unit needs, with the number of that unit.
-        back: Likewise of gradients that an earlier unit needs.
-        lent: Bytes of the parameters that other units read, with the number of each such unit.
-    """
-
-    units: tuple[Unit, ...]
-    flops: int
-    parts: Mapping[ActionKind, PartCost]
-    saved: Mapping[str, int]
-    left: Mapping[str, int]
-    inputs: Mapping[str, int]
-    tangents: Mapping[str, int]
-    ahead: Mapping[str, tuple[int, int]]
-    back: Mapping[str, tuple[int, int]]
-    lent: Mapping[int, int]
-
-
-@dataclass(frozen=True)
-class PipelineCosts:
-    """What all units of a traced step take, in order.
-
-    Attributes:
-        names: Of the units.
-        work: Seconds by which stages are balanced.
-        units: As they are asked for.
-        plain: With all that is saved, where `units` compute it again; else the same.
-    """
-
-    names: tuple[str, ...]
-    work: tuple[float, ...]
-    units: tuple[UnitCost, ...]
-    plain: tuple[UnitCost, ...]
-
-    @property
-    def flops(self) -> int:
-        """Of one micro-batch, without what is computed again."""
-        return sum(unit.flops for unit in self.plain)
 
 
 @dataclass(frozen=True)
@@ -103,96 +43,72 @@ class UnitStages:
         names: Of the units, in the order of the forward.
         stages: One for each.
         work: Seconds by which stages are balanced.
+        hardware: What they run on.
     """
 
     names: tuple[str, ...]
     stages: tuple[PipelineStage, ...]
     work: tuple[float, ...]
+    hardware: Hardware
+    _measured: dict[tuple[bool, str], _Measured] = field(default_factory=dict)
+    """By whether activations are computed again, and by structure."""
 
     @classmethod
-    def of(cls, traced: Program, balance: Hardware) -> UnitStages:
+    def of(cls, traced: Program, balance: Hardware, hardware: Hardware) -> UnitStages:
         """Those of a step of one micro-batch, laid out for any ranks.
 
         Args:
             traced: The step.
             balance: By what `zcompile.pipelining.program.choose_starts` will compare stages.
+            hardware: What they run on.
         """
         names = units_in_order(traced)
         work = work_of_units(traced, lambda node: operation_seconds(node, balance))
         stages = cut_stages(traced, starts=names[1:])
-        return cls(tuple(names), tuple(stages), tuple(work[name] for name in names))
+        return cls(tuple(names), tuple(stages), tuple(work[name] for name in names), hardware)
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
         """Equal for units that compute the same."""
         return tuple(structure_of(stage) for stage in self.stages)
 
+    def measured(self, *, checkpoint: bool) -> list[_Measured]:
+        """What each stage takes; equal ones are rewritten once."""
+        for stage, key in zip(self.stages, self.keys, strict=True):
+            if (checkpoint, key) not in self._measured:
+                self._measured[checkpoint, key] = _Measured.rewritten(stage, self.hardware, checkpoint=checkpoint)
+        return [self._measured[checkpoint, key] for key in self.keys]
+
 
 def costs_of_units(
-    units: UnitStages, hardware: Hardware, *, checkpoint: bool = False, partition: Partition = "min_cut"
+    model: UnitStages,
+    *,
+    checkpoint: bool = False,
+    like: UnitStages | None = None,
+    alike: Sequence[int] | None = None,
 ) -> PipelineCosts:
     """What the units of a traced step take.
 
     Args:
-        units: The step, cut.
-        hardware: What it runs on.
+        model: All units.
         checkpoint: Save the input of each unit alone.
-        partition: See `zcompile.schedule.default_pipeline.pipeline`.
+        like: Some units, of the sizes that are asked for, which stand for all that are alike: of `model` matters what
+            each unit gives the others, and not how large that is.
+        alike: For each unit of the model the number of the one that stands for it.
 
     Raises:
         ProgramError, PipelineError: a pass went wrong.
     """
-    return costs_of_model(units, units, range(len(units.names)), hardware, checkpoint=checkpoint, partition=partition)
-
-
-def costs_of_model(
-    model: UnitStages,
-    units: UnitStages,
-    alike: Sequence[int],
-    hardware: Hardware,
-    *,
-    checkpoint: bool = False,
-    partition: Partition = "min_cut",
-) -> PipelineCosts:
-    """What the units of a model take, where some `units` stand for all that are alike.
-
-    Args:
-        model: All units; of them matters what each gives the others, not how large that is.
-        units: Some of them, of the sizes that are asked for.
-        alike: For each unit of the model the number of the one that stands for it.
-        hardware: What it runs on.
-        checkpoint: Save the input of each unit alone.
-        partition: See `zcompile.schedule.default_pipeline.pipeline`.
-    """
-    measured = {
-        again: _measured(units, hardware, partition, checkpoint=again) for again in dict.fromkeys((checkpoint, False))
-    }
+    units, numbers = like or model, range(len(model.names)) if alike is None else alike
 
     def costs(again: bool) -> tuple[UnitCost, ...]:
-        pairs = zip(model.stages, alike, strict=True)
-        return tuple(measured[again][number].cost_of(stage, units.stages[number]) for stage, number in pairs)
+        measured = units.measured(checkpoint=again)
+        pairs = zip(model.stages, numbers, strict=True)
+        return tuple(measured[number].cost_of(stage, units.stages[number]) for stage, number in pairs)
 
     plain = costs(False)
-    work = tuple(units.work[number] for number in alike)
+    work = tuple(units.work[number] for number in numbers)
     return PipelineCosts(model.names, work, costs(True) if checkpoint else plain, plain)
-
-
-def _measured(units: UnitStages, hardware: Hardware, partition: Partition, *, checkpoint: bool) -> list[_Measured]:
-    """Of each stage; equal ones are rewritten once."""
-    make = partial(
-        of_stages,
-        partition=partition,
-        bucket=bucket_for(hardware),
-        checkpoint="unit" if checkpoint else None,
-        at_once=False,
-    )
-    done: dict[str, _Measured] = {}
-    for stage, key in zip(units.stages, units.keys, strict=True):
-        if key not in done:
-            whole = Verified.traced(stage.program).after(make()).program
-            divided = Verified.traced(stage.program).after(make(sent=stage.boundary.sent_back)).program
-            done[key] = _Measured.of(stage, whole, divided, hardware)
-    return [done[key] for key in units.keys]
 
 
 def structure_of(stage: PipelineStage) -> str:
@@ -233,7 +149,12 @@ class _Measured:
     """What is needed behind an action of that which crosses the boundary: where ("inputs", say), and the place."""
 
     @classmethod
-    def of(cls, stage: PipelineStage, whole: Program, divided: Program, hardware: Hardware) -> _Measured:
+    def rewritten(cls, stage: PipelineStage, hardware: Hardware, *, checkpoint: bool) -> _Measured:
+        """What a stage takes, with its backward as a whole and in halves."""
+        again: Literal["unit"] | None = "unit" if checkpoint else None
+        make = partial(of_stages, partition="min_cut", bucket=bucket_for(hardware), checkpoint=again, at_once=False)
+        whole = Verified.traced(stage.program).after(make()).program
+        divided = Verified.traced(stage.program).after(make(sent=stage.boundary.sent_back)).program
         parts, own, crossing = dict[ActionKind, PartCost](), dict[ActionKind, int](), {}
         for program, kinds in ((whole, PARTS[:2]), (divided, PARTS[2:])):
             lines = {kind: lines_of(replace(stage, program=program), kind, program) for kind in PARTS}

@@ -1,1 +1,0 @@
-"""What plans of pipelines are made from: what units take, and what ranks do and hold with these."""
