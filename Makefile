@@ -73,7 +73,7 @@ docs: $(READY) ## Build the documentation as a site, in site/
 
 .PHONY: bench
 bench: $(BENCH_READY) ## Measure training steps beside DDP, FSDP2 and DeepSpeed, about two hours; ARGS=--help for less
-	$(BENCH)/bin/python -m benchmarks.bench $(ARGS)
+	$(BENCH)/bin/python -m benchmarks.speed $(ARGS)
 
 .PHONY: bench-memory
 bench-memory: $(BENCH_READY) ## Measure peak memory beside the same, a quarter of an hour; ARGS=--help for less
@@ -85,7 +85,7 @@ triton: $(READY) $(TRITON) ## Compile regions for an H100 without one, a quarter
 
 .PHONY: gpu
 gpu: $(READY) ## Test and measure on this machine's GPUs within ten minutes, and write one report; ARGS=--help
-	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
+	$(BIN)/python -m benchmarks.gpu.check $(ARGS)
 
 .PHONY: check
 check: lint types ## Check lint, format and types; change nothing
@@ -103,7 +103,7 @@ types: $(READY) ## Check types, strictly, on an installed copy
 	@cp -R pyproject.toml $(wildcard LICENSE README.md) zcompile passes runtime $(COPY)/source
 	@$(PIP) install --no-deps --no-build-isolation --target $(COPY)/site $(COPY)/source
 	@rm -rf $(COPY)/source
-	@cp -R benchmarks examples $(COPY)/site && rm -rf $(COPY)/site/benchmarks/results # what runs have left hides results.py
+	@cp -R benchmarks examples $(COPY)/site
 	@cp docs/printed.py $(COPY)/site/docs_printed.py
 	cd $(COPY)/site && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p zcompile -p benchmarks \
 	    -m docs_printed \

@@ -10,18 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench, rounds
-from benchmarks.bench import measure_link, parse
-from benchmarks.configurations import BY_NAME, CONFIGURATIONS, REFERENCES, groups, peers
-from benchmarks.floor import floors, lowest, traffic
-from benchmarks.links import LINKS, LOOPBACK, Link, LinkError, opened
-from benchmarks.nodes import NodesResult, Trained
-from benchmarks.protocol import Ready, Turn
-from benchmarks.report import write
-from benchmarks.results import Entry, Line, LinkResult, Result, Spread, fail_other_losses, ratio, spread
-from benchmarks.rounds import Plan
-from benchmarks.targets import TARGETS, Target, outcome
-from benchmarks.team import ROOT, Team, TeamError
+from benchmarks.common.configurations import BY_NAME, CONFIGURATIONS, REFERENCES, groups, peers
+from benchmarks.common.figures import Spread, ratio, spread
+from benchmarks.common.links import LINKS, LOOPBACK, Link, LinkError, opened
+from benchmarks.common.protocol import Ready, Turn
+from benchmarks.common.ranks import ROOT, Team, TeamError
+from benchmarks.speed import __main__ as bench
+from benchmarks.speed import rounds
+from benchmarks.speed.__main__ import measure_link, parse
+from benchmarks.speed.floor import floors, lowest, traffic
+from benchmarks.speed.nodes import NodesResult, Trained
+from benchmarks.speed.report import write
+from benchmarks.speed.results import Entry, Line, LinkResult, Result, fail_other_losses
+from benchmarks.speed.rounds import Plan
+from benchmarks.speed.targets import TARGETS, Target, outcome
 
 pytestmark = pytest.mark.slow  # of the benchmarks, which users do not run
 
@@ -275,7 +277,7 @@ def test_what_was_set_up_is_taken_down_when_the_rest_is_refused(
 
 
 def test_a_process_that_dies_is_an_error_with_its_status(tmp_path: Path) -> None:
-    with Team("benchmarks.absent", (LOOPBACK, LOOPBACK), tmp_path / "log", timeout=60) as team:
+    with Team("benchmarks.absent:serve", (LOOPBACK, LOOPBACK), tmp_path / "log", timeout=60) as team:
         with pytest.raises(TeamError, match=r"died \(exit status 1\)"):
             team.hear()
         assert all(process.returncode is not None for process in team.processes)
@@ -283,8 +285,9 @@ def test_a_process_that_dies_is_an_error_with_its_status(tmp_path: Path) -> None
 
 
 def test_a_process_that_hangs_is_an_error_and_is_ended(tmp_path: Path) -> None:
-    never = [["1", LOOPBACK.address, str(tmp_path / "store")]] * 2  # both call, nobody listens
-    with Team("benchmarks.line", (LOOPBACK, LOOPBACK), tmp_path / "log", 0.5, never) as team:
+    both = {"RANK": "1"}  # both call, nobody listens
+    with Team("benchmarks.speed.line:Line", (LOOPBACK, LOOPBACK), tmp_path / "log", 0.5, both) as team:
+        team.begin(LOOPBACK.address, tmp_path / "store")
         with pytest.raises(TeamError, match="no answer within"):
             team.hear()
         assert all(process.returncode is not None for process in team.processes)
@@ -319,6 +322,6 @@ def test_the_command_refuses_what_cannot_be_meant(capsys: pytest.CaptureFixture[
 
 
 def test_the_command_starts_without_torch_and_the_peers() -> None:
-    script = "import sys, benchmarks.bench; print({'torch', 'deepspeed', 'matplotlib'} & set(sys.modules))"
+    script = "import sys, benchmarks.speed.__main__; print({'torch', 'deepspeed', 'matplotlib'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.step_mutants import MUTATIONS, PROGRAMS, judged, program
-from benchmarks.step_programs import Steps, Texts, steps_of
+from benchmarks.mutants.step_programs import Steps, Texts, steps_of
+from benchmarks.mutants.steps import MUTATIONS, PROGRAMS, judged, program
 from tests.cases import quickly
 from tests.pipelines import UNITS, batch_of, loss_of, model_of
 from zcompile import ProofError
@@ -190,7 +190,7 @@ def test_no_mutant_of_a_step_is_a_hole(number: int) -> None:
 
 
 def test_the_oracle_sees_what_computes_something_else() -> None:
-    from benchmarks.step_oracle import run, same
+    from benchmarks.mutants.step_oracle import run, same
 
     steps, given, wanted = program(PLAIN)
     texts = edited(steps, 0, r"send\(m1_", "send(m0_")

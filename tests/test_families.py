@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.families import table
-from benchmarks.families.catalogue import families
-from benchmarks.families.cells import Outcome, Task, whole
+from benchmarks.families.cells import Outcome, whole
+from benchmarks.families.family import families
 from benchmarks.families.plain_models import FAMILIES
 from benchmarks.families.recorder import Recorder, distance
-from benchmarks.families.results import Results
 from benchmarks.families.several_losses import FAMILIES as OTHERS
+from benchmarks.families.table import Results
 from benchmarks.families.worker import References, run
 from tests.ranks import Ranks
 
@@ -22,18 +21,18 @@ BY_NAME = {family.name: family for family in (*FAMILIES, *OTHERS)}
 
 
 def cell(rank: int, family: str, name: str) -> Outcome:
-    return run(Task(family, name, rank, Path(), 60.0), BY_NAME[family], References())
+    return run(name, BY_NAME[family], References())
 
 
 def doubled(rank: int, family: str) -> Outcome:
     """A family whose loss is another one once DistributedDataParallel has been trained: a mistake to be found."""
     given = BY_NAME[family]
     references = References()
-    references.of(given, "plain_loop")
+    references.of(given, "plain")
     (phase,) = given.phases
     wrong = dataclasses.replace(phase, loss=lambda models, batch: 2 * phase.loss(models, batch))
     other = dataclasses.replace(given, phases=(wrong,))
-    return run(Task(family, "stage3", rank, Path(), 60.0), other, references)
+    return run("stage3", other, references)
 
 
 @pytest.mark.slow

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.fault_loop import Op, make_model, make_optimizer
-from benchmarks.fault_oracle import simulate
-from benchmarks.fault_ranks import Seen
-from benchmarks.fault_worker import Raised
-from benchmarks.rank_faults import FAULTS, Case, _own, _verdict, cases, names
+from benchmarks.faults.loop import Op, make_model, make_optimizer
+from benchmarks.faults.of_ranks import FAULTS, Case, _own, _verdict, cases, names
+from benchmarks.faults.oracle import simulate
+from benchmarks.faults.ranks import Seen
+from benchmarks.faults.worker import Raised
 
 pytestmark = pytest.mark.slow  # of the benchmarks, which users do not run
 

@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu
-from benchmarks.configurations import Configuration
-from benchmarks.gpu import Plan, Series, main, measure, ordered, parse, plan_of, steps_of_a_turn, surroundings
-from benchmarks.gpu_counts import counts, covered
-from benchmarks.gpu_machine import Card, Machine, refusal
-from benchmarks.gpu_protocol import BY_NAME, LARGE, TINY, Built, Inspection, Turn, Warm, chosen, reference, usual
-from benchmarks.gpu_report import write
-from benchmarks.gpu_results import (
+from benchmarks.common.configurations import Configuration
+from benchmarks.common.links import LOOPBACK
+from benchmarks.common.ranks import ROOT, TeamError, surroundings
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.__main__ import Plan, Series, main, measure, ordered, parse, plan_of, steps_of_a_turn
+from benchmarks.gpu.counts import counts, covered
+from benchmarks.gpu.machine import Card, Machine, refusal
+from benchmarks.gpu.protocol import BY_NAME, LARGE, TINY, Built, Inspection, Turn, Warm, chosen, reference, usual
+from benchmarks.gpu.report import write
+from benchmarks.gpu.results import (
     TARGETS,
     Entry,
     Part,
@@ -32,7 +34,6 @@ from benchmarks.gpu_results import (
     outcome,
     utilisation,
 )
-from benchmarks.team import ROOT, TeamError
 
 pytestmark = pytest.mark.slow  # of the benchmarks, which users do not run
 
@@ -70,25 +71,29 @@ def plan(tmp_path: Path, **changed: Any) -> Plan:
 
 
 class Answering:
-    """A team that answers at once, or fails at the message of kind `fails`."""
+    """A team that answers at once, or fails where it is asked for what `fails` says."""
 
     def __init__(self, name: str, fails: str, there: list[str]) -> None:
         self.name, self.fails, self.there = name, fails, there
 
-    def tell(self, *messages: Any) -> None:
-        self.asked, self.message = type(messages[0]).__name__, messages[0]
-        if self.asked == "Start":
-            assert self.there == [], "no other configuration is on the device"
-            self.there.append(self.name)
+    def begin(self, *args: Any) -> None:
+        assert self.there == [], "no other configuration is on the device"
+        self.there.append(self.name)
 
     def hear(self) -> list[Any]:
-        if self.asked == self.fails:
+        return self.answer("begin", Built(10, "CPU", 2**30))
+
+    def ask(self, name: str, *args: Any) -> list[Any]:
+        if name == "warm_up":
+            return self.answer(name, Warm([3.0, 0.5], [4.0, 3.0]))
+        if name == "run":
+            return self.answer(name, Turn(0.5, None, 0.4, 0.5, [2.0] * args[0], 2**20, 0))
+        return self.answer(name, Inspection())
+
+    def answer(self, asked: str, given: Any) -> list[Any]:
+        if asked == self.fails:
             raise TeamError("rank 0 died (signal 9)")
-        if self.asked == "WarmUp":
-            return [Warm([3.0, 0.5], [4.0, 3.0])]
-        if self.asked == "Run":
-            return [Turn(0.5, None, 0.4, 0.5, [2.0] * self.message.steps, 2**20, 0)]
-        return [Inspection() if self.asked == "Inspect" else Built(10, "CPU", 2**30)]
+        return [given]
 
     def dismiss(self) -> None:
         assert self.there == [], "one that trains is closed, and waited for"
@@ -104,7 +109,7 @@ class Answering:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, given: Plan, fails: str = "") -> tuple[Result, list[str]]:
-    """What `measure` finds where zcompile-0 fails at a message of the kind `fails`."""
+    """What `measure` finds where zcompile-0 fails where it is asked for what `fails` says."""
     said: list[str] = []
     found = Result({}, {"starts": given.starts, "rounds": given.rounds}, given.sizes, given.world)
     there: list[str] = []
@@ -245,7 +250,7 @@ def test_every_configuration_has_its_turns(monkeypatch: pytest.MonkeyPatch, tmp_
     assert json.loads((tmp_path / "results.json").read_text())["parts"]["fp32"]["entries"]["compile"]["seconds"]
 
 
-@pytest.mark.parametrize("fails", ["Start", "WarmUp", "Run"])
+@pytest.mark.parametrize("fails", ["begin", "warm_up", "run"])
 def test_what_fails_is_named_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: str) -> None:
     found, _ = measured(monkeypatch, plan(tmp_path), fails)
     entries = found.parts["fp32"].entries
@@ -258,12 +263,12 @@ def test_what_fails_is_named_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
 def test_the_time_of_a_failure_is_no_pace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[set[str]] = []
     monkeypatch.setattr(Series, "fits", lambda series, name: not seen.append(set(series.took)))
-    measured(monkeypatch, plan(tmp_path, only=("zcompile-0", "zcompile-1")), "Run")
+    measured(monkeypatch, plan(tmp_path, only=("zcompile-0", "zcompile-1")), "run")
     assert seen == [set(), set(), {"zcompile-1"}]
 
 
 def test_a_look_that_fails_costs_no_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found, _ = measured(monkeypatch, plan(tmp_path), "Inspect")
+    found, _ = measured(monkeypatch, plan(tmp_path), "inspect")
     one = found.parts["fp32"].entries["zcompile-0"]
     assert one.failure is None
     assert one.gap == "rank 0 died (signal 9)"
@@ -317,16 +322,14 @@ def test_a_turn_is_as_long_as_was_asked(tmp_path: Path) -> None:
     assert steps_of_a_turn(Part("bf16", 1), plan(tmp_path)) == 10
 
 
-def test_ranks_on_devices_see_them(tmp_path: Path) -> None:
-    from benchmarks.links import LOOPBACK
-
-    seen = surroundings({"CUDA_VISIBLE_DEVICES": "3"}, 0, LOOPBACK, device="cuda", world=1)
+def test_ranks_on_devices_see_them() -> None:
+    seen = surroundings({"CUDA_VISIBLE_DEVICES": "3"}, 0, 1, LOOPBACK, device="cuda")
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["WORLD_SIZE"]) == ("3", "1")
-    assert surroundings({}, 0, LOOPBACK, device="cpu", world=1)["CUDA_VISIBLE_DEVICES"] == ""
+    assert surroundings({}, 0, 1, LOOPBACK, device="cpu")["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_the_command_starts_without_torch() -> None:
-    script = "import sys, benchmarks.gpu; print({'torch', 'deepspeed', 'matplotlib'} & set(sys.modules))"
+    script = "import sys, benchmarks.gpu.__main__; print({'torch', 'deepspeed', 'matplotlib'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_check
-from benchmarks.gpu_check import WAITS, Ended, Part, is_marked, main, parts_of, report, run, run_all
-from benchmarks.gpu_machine import Card, Machine
-from benchmarks.team import ROOT
+from benchmarks.common.ranks import ROOT
+from benchmarks.gpu import check as gpu_check
+from benchmarks.gpu.check import WAITS, Ended, Part, is_marked, main, parts_of, report, run, run_all
+from benchmarks.gpu.machine import Card, Machine
 
 pytestmark = pytest.mark.slow  # of the benchmarks, which users do not run
 

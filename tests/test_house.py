@@ -92,6 +92,17 @@ LINES = {
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
 MOST_LINES = 49_980
 """Of all that is installed. Whoever raises a number says why in the commit."""
+BENCHMARKS = {
+    "common": 1_330,
+    "families": 1_770,
+    "faults": 1_560,
+    "fuzz": 1_470,
+    "gpu": 1_540,
+    "memory": 890,
+    "mutants": 3_160,
+    "speed": 2_430,
+}
+"""The same of each folder of benchmarks, which are not installed."""
 
 
 @functools.cache
@@ -284,6 +295,14 @@ def test_folders_keep_within_their_lines() -> None:
         )
     assert {folder: count for folder, count in found.items() if count > LINES[folder]} == {}
     assert sum(found.values()) <= MOST_LINES
+
+
+def test_benchmarks_keep_to_their_folders_and_lines() -> None:
+    found = dict.fromkeys(BENCHMARKS, 0)
+    for path in (ROOT / "benchmarks").glob("**/*.py"):
+        found[path.relative_to(ROOT / "benchmarks").parts[0]] += len(path.read_text().splitlines())
+    assert {folder: count for folder, count in found.items() if count > BENCHMARKS[folder]} == {}
+    assert max(len(list((ROOT / "benchmarks" / folder).glob("*.py"))) for folder in BENCHMARKS) <= 25
 
 
 def test_functions_fit_on_a_screen() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.live_bytes import build
-from benchmarks.team import ROOT
+from benchmarks.common.live_bytes import build
+from benchmarks.common.ranks import ROOT
 
 SCRIPT = """
 import json, sys, torch, zcompile
-from benchmarks.live_bytes import LiveBytes
+from benchmarks.common.live_bytes import LiveBytes
 from tests.models import GPT
 from zcompile.cost.memory import peak_bytes
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zcompile
+from benchmarks.common.ranks import call_alone
+from benchmarks.memory import meta_start
 from tests.cases import diagonal
 from tests.models import GPT, ConvNet, batch, make
 from tests.ranks import Ranks
@@ -669,13 +669,9 @@ def test_a_hugging_face_model_starts_from_its_own_code_and_from_its_own_folder(t
 @pytest.mark.slow
 def test_a_start_on_meta_takes_one_unit_beside_the_shards() -> None:
     """110 million parameters in a world of 64, measured by the kernel in a process of its own."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "meta_start.py"), "--one", "--start-only", "--layers=12"]
 
     def measured(*flags: str) -> dict[str, Any]:
-        run = subprocess.run([*command, *flags], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-        return found
+        return call_alone(meta_start.measure, meta_start.parse(["--start-only", "--layers=12", *flags]))
 
     found = measured("--width=768", "--heads=12", "--vocabulary=16384")
     tiny = measured("--width=32", "--heads=2", "--vocabulary=64")

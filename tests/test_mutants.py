@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from benchmarks import mutants
-from benchmarks.mutant_oracle import STEPS, Outcome, outcome
-from benchmarks.mutant_programs import MODELS, PROGRAMS, original
-from benchmarks.mutants import MUTATIONS, Verdict, judged, run
+from benchmarks.mutants import __main__ as mutants
+from benchmarks.mutants.__main__ import MUTATIONS, Verdict, judged, run
+from benchmarks.mutants.oracle import STEPS, Outcome, outcome
+from benchmarks.mutants.programs import MODELS, PROGRAMS, original
 from tests.cases import quickly
 from zcompile import Program, ProgramError
 from zcompile.ir.operation import op_of

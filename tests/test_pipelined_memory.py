@@ -127,7 +127,7 @@ def within(rank: int, schedule: str, stage: int, share: float, tied: bool) -> tu
         step = zcompile.train_step(model, loss_of, optimizer, **made)
         assert isinstance(step, PipelinedStep)
         before = sum(parameter.nbytes for parameter in model.parameters())
-        with mock.patch("zcompile.pipelining.first_step.free_bytes", lambda _, at=free - before: at):
+        with mock.patch("zcompile.pipelining.preparation.free_bytes", lambda _, at=free - before: at):
             for number in range(2):
                 step(*batch_of("gpt", 0, number, rows=64))
         assert step.program is not None

@@ -18,8 +18,8 @@ from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zcompile
-from benchmarks.live_bytes import build
-from benchmarks.team import ROOT
+from benchmarks.common.live_bytes import build
+from benchmarks.common.ranks import ROOT
 from tests.models import GPT
 from tests.pipelines import batch_of, loss_of, mesh_of
 from tests.ranks import Ranks
@@ -189,7 +189,7 @@ COUNTED = """
 import json, os, sys, torch, zcompile
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from benchmarks.live_bytes import LiveBytes
+from benchmarks.common.live_bytes import LiveBytes
 from tests.models import GPT
 from zcompile.cost.memory import peak_bytes
 

@@ -24,7 +24,7 @@ import zcompile
 from tests.cases import quickly
 from tests.models import batch, fit, make
 from tests.ranks import Ranks
-from zcompile.engine import compiler
+from zcompile.engine import engine
 from zcompile.engine.rewritten import CachedStep
 from zcompile.errors import OptionError
 
@@ -205,7 +205,7 @@ def other_options(rank: int, folder: str) -> None:
         frozen = make("mlp")
         frozen.layers[0].requires_grad_(False)  # type: ignore[index,union-attr]
         assert not any(trained(frozen, lambda step: batch("mlp", 0, step))[0])
-        with patch.object(compiler, "own_source", lambda: "another version"):
+        with patch.object(engine, "own_source", lambda: "another version"):
             assert not any(mlp())
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             assert not any(mlp()), "torch's own key says nothing of it"

@@ -16,52 +16,27 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.common.ranks import Pool, TeamError
 from benchmarks.families import table
-from benchmarks.families.cells import CELLS, WRONG, Cell, Outcome, Task, whole
-from benchmarks.families.results import Results
-from benchmarks.links import LOOPBACK
-from benchmarks.team import Team, TeamError
+from benchmarks.families.cells import CELLS, WRONG, Cell, Outcome, whole
+from benchmarks.families.table import Results
 
 FRESH = 60
 """Cells after which the ranks are started anew: what libraries keep of each would fill the memory."""
-STARTING = 600.0
-"""Seconds that ranks may take to start."""
 
 
-class Pair:
-    """Two rank processes that run one cell after the other; started anew when one has died or hangs."""
-
-    def __init__(self, folder: Path, patience: float) -> None:
-        self.folder, self.patience = folder, patience
-        self.team: Team | None = None
-        self._run = 0
-
-    def run(self, family: str, cell: Cell) -> Outcome:
-        """What became of a cell."""
-        self._run += 1
-        if self._run % FRESH == 0:
-            self.close()
-        if self.team is None:
-            self.team = Team("benchmarks.families.worker", [LOOPBACK] * 2, self.folder / "log", STARTING)
-            self.team.hear()  # imports are no part of a cell
-        self.team.timeout = cell.limit * self.patience
-        store = self.folder / f"store{self._run}"
-        self.team.tell(*(Task(family, cell.name, rank, store, self.team.timeout / 3) for rank in range(2)))
-        try:
-            return whole(self.team.hear())
-        except TeamError as error:
-            self.team = None
-            return Outcome("hang" if "no answer" in str(error) else "crash", str(error))
-
-    def close(self) -> None:
-        if self.team is not None:
-            self.team.close(patience=0.5)
-            self.team = None
+def train(pool: Pool, folder: Path, family: str, cell: Cell, patience: float) -> Outcome:
+    """What becomes of a cell."""
+    timeout, store = cell.limit * patience, folder / f"store{pool.tasks}"
+    try:
+        return whole(pool.ask(timeout, "run", family, cell.name, store, timeout / 3))
+    except TeamError as error:
+        return Outcome(error.kind, str(error))
 
 
 def asked(options: argparse.Namespace, results: Results) -> Iterator[tuple[str, str, Cell]]:
     """The cells to run, each with its family and library, family by family: their references are then trained once."""
-    from benchmarks.families.catalogue import families, find  # imports torch and libraries, which --table does not need
+    from benchmarks.families.family import families, find  # imports torch and libraries, which --table does not need
 
     cells = options.cells or list(CELLS)
     known = {name: find(name) for name in options.models or families()}
@@ -79,11 +54,11 @@ def run(options: argparse.Namespace, results: Results) -> int:
     """Run the cells that were asked for, and say each; 1 if one is wrong, crashed or hung."""
     deadline, bad = time.monotonic() + 60 * options.minutes, 0
     with tempfile.TemporaryDirectory() as folder:
-        pair = Pair(Path(folder), options.patience)
+        pool = Pool("benchmarks.families.worker:Matrix", 2, Path(folder) / "log", FRESH)
         for name, library, cell in asked(options, results):
             if time.monotonic() > deadline:
                 break
-            outcome = pair.run(name, cell)
+            outcome = train(pool, Path(folder), name, cell, options.patience)
             results.put(name, library, cell.name, outcome)
             bad += outcome.kind in ("crash", "hang", "lost") or not outcome.distance <= WRONG
             print(
@@ -92,7 +67,7 @@ def run(options: argparse.Namespace, results: Results) -> int:
             print(outcome.said[:300] if outcome.kind != "bits" else "", flush=True)
             if options.trace and outcome.trace:
                 print(outcome.trace)
-        pair.close()
+        pool.close()
     return int(bad > 0)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.families.family import Family
-from benchmarks.families.plain_loop import DDP
+from benchmarks.families.loops import DDP
 from benchmarks.families.recorder import Recorder
 from zcompile.integrations.accelerate import Accelerator
 

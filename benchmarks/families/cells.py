@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-Kind = str
 ORDER = ("crash", "refused", "hang", "lost", "void", "distance", "bits")
 """What a cell is whose ranks say different things: the first of these that one says."""
 WRONG = 1e-4
 """A larger distance is no rounding."""
 
-WITHOUT = "traced_loop"
+WITHOUT = "traced"
 """The loop of cells without zcompile: what torch.compile alone does to the numbers."""
 
 
@@ -23,7 +21,7 @@ class Cell:
 
     name: str
     loop: str
-    """The module of benchmarks.families that has it."""
+    """Of `loops`."""
     options: Mapping[str, Any]
     limit: float = 180.0
     """Seconds that it may take."""
@@ -32,13 +30,13 @@ class Cell:
 CELLS = {
     cell.name: cell
     for cell in (
-        *(Cell(f"stage{stage}", "plain_loop", {"stage": stage, "backend": "eager"}) for stage in range(4)),
-        Cell("inductor", "plain_loop", {"stage": 3}, limit=400.0),
-        Cell("autocast", "autocast_loop", {"stage": 3, "backend": "eager"}),
-        Cell("torch.compile", "compiled_loop", {"stage": 3, "backend": "eager"}),
-        Cell("accelerate", "accelerate_loop", {"stage": 3, "backend": "eager"}),
-        Cell("trainer", "trainer_loop", {"stage": 3, "backend": "eager"}),
-        Cell("lightning", "lightning_loop", {"stage": 3, "backend": "eager"}),
+        *(Cell(f"stage{stage}", "plain", {"stage": stage, "backend": "eager"}) for stage in range(4)),
+        Cell("inductor", "plain", {"stage": 3}, limit=400.0),
+        Cell("autocast", "autocast", {"stage": 3, "backend": "eager"}),
+        Cell("torch.compile", "compiled", {"stage": 3, "backend": "eager"}),
+        Cell("accelerate", "accelerate", {"stage": 3, "backend": "eager"}),
+        Cell("trainer", "trainer", {"stage": 3, "backend": "eager"}),
+        Cell("lightning", "lightning", {"stage": 3, "backend": "eager"}),
         Cell("aot_eager", WITHOUT, {"backend": "aot_eager"}),
         Cell("ddp_inductor", WITHOUT, {"backend": "inductor"}, limit=400.0),
     )
@@ -46,23 +44,10 @@ CELLS = {
 
 
 @dataclass(frozen=True)
-class Task:
-    """A cell of a family for one rank."""
-
-    family: str
-    cell: str
-    rank: int
-    store: Path
-    """A file through which the ranks find each other."""
-    patience: float
-    """Seconds that a rank waits for another."""
-
-
-@dataclass(frozen=True)
 class Outcome:
     """What became of a cell: `kind` is one of ORDER."""
 
-    kind: Kind
+    kind: str
     said: str = ""
     """The sentence of a refusal, the error of a crash, or what is farthest off."""
     distance: float = 0.0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.families.family import Batch, Family
-from benchmarks.families.plain_loop import DDP
+from benchmarks.families.loops import DDP
 from benchmarks.families.recorder import Recorder
 from zcompile.integrations.lightning import ShardedStrategy
 

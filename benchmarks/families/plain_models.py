@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.families.family import ROWS, Batch, Family, single
+from benchmarks.families.family import ROWS, Batch, Family, drawn, integers, normal, single, uniform
 
 VOCABULARY, WIDTH, LENGTH, SIDE, CLASSES, NODES, EDGES = 61, 16, 9, 16, 7, 11, 30
 
@@ -19,38 +19,20 @@ def texts(generator: torch.Generator) -> Batch:
     return {"x": given[:, :-1], "y": given[:, 1:]}
 
 
-def pictures(generator: torch.Generator) -> Batch:
-    return {
-        "x": torch.randn(ROWS, 3, SIDE, SIDE, generator=generator),
-        "y": torch.randint(0, CLASSES, (ROWS,), generator=generator),
-        "map": torch.randint(0, CLASSES, (ROWS, SIDE, SIDE), generator=generator),
-        "noise": torch.randn(ROWS, WIDTH, generator=generator),
-    }
-
-
-def graphs(generator: torch.Generator) -> Batch:
-    return {
-        "x": torch.randn(NODES, WIDTH, generator=generator),
-        "edges": torch.randint(0, NODES, (2, EDGES), generator=generator),
-        "y": torch.randint(0, CLASSES, (NODES,), generator=generator),
-    }
-
-
-def clicks(generator: torch.Generator) -> Batch:
-    return {
-        "dense": torch.randn(ROWS, 5, generator=generator),
-        "sparse": torch.randint(0, VOCABULARY, (3, 4 * ROWS), generator=generator),
-        "offsets": torch.arange(0, 4 * ROWS, 4),
-        "y": torch.rand(ROWS, generator=generator).round(),
-    }
-
-
-def points(generator: torch.Generator) -> Batch:
-    return {
-        "x": torch.rand(ROWS * 8, 3, generator=generator),
-        "functions": torch.randn(ROWS * 8, 10, generator=generator),
-        "y": torch.rand(ROWS * 8, 4, generator=generator),
-    }
+pictures = drawn(
+    x=normal(ROWS, 3, SIDE, SIDE),
+    y=integers(0, CLASSES, ROWS),
+    map=integers(0, CLASSES, ROWS, SIDE, SIDE),
+    noise=normal(ROWS, WIDTH),
+)
+graphs = drawn(x=normal(NODES, WIDTH), edges=integers(0, NODES, 2, EDGES), y=integers(0, CLASSES, NODES))
+clicks = drawn(
+    dense=normal(ROWS, 5),
+    sparse=integers(0, VOCABULARY, 3, 4 * ROWS),
+    offsets=lambda _: torch.arange(0, 4 * ROWS, 4),
+    y=lambda generator: torch.rand(ROWS, generator=generator).round(),
+)
+points = drawn(x=uniform(ROWS * 8, 3), functions=normal(ROWS * 8, 10), y=uniform(ROWS * 8, 4))
 
 
 # -- models ---------------------------------------------------------------------------------------------------------
@@ -67,8 +49,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         states, _ = self.recurrent(self.embedding(x))
-        given: Tensor = self.head(states)
-        return given
+        return self.head(states)
 
 
 class Cells(nn.Module):
@@ -84,8 +65,7 @@ class Cells(nn.Module):
         for word in self.embedding(x).unbind(1):
             state = self.cell(word, state)
             states.append(state)
-        given: Tensor = self.head(torch.stack(states, 1))
-        return given
+        return self.head(torch.stack(states, 1))
 
 
 class TemporalConvolutions(nn.Module):
@@ -102,8 +82,7 @@ class TemporalConvolutions(nn.Module):
         value = self.embedding(x).transpose(1, 2)
         for depth, layer in enumerate(self.layers):
             value = value + F.relu(layer(F.pad(value, (2 << depth, 0))))
-        given: Tensor = self.head(value.transpose(1, 2))
-        return given
+        return self.head(value.transpose(1, 2))
 
 
 class Translator(nn.Module):
@@ -116,8 +95,7 @@ class Translator(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mask, value = nn.Transformer.generate_square_subsequent_mask(x.shape[1]), self.embedding(x)
-        given: Tensor = self.head(self.transformer(value, value, mask, mask, src_is_causal=True, tgt_is_causal=True))
-        return given
+        return self.head(self.transformer(value, value, mask, mask, src_is_causal=True, tgt_is_causal=True))
 
 
 def lenet() -> nn.Module:
@@ -147,8 +125,7 @@ class UNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         across = self.down(x)
-        given: Tensor = self.head(torch.cat([across, self.up(self.middle(across))], 1))
-        return given
+        return self.head(torch.cat([across, self.up(self.middle(across))], 1))
 
 
 class GraphConvolution(nn.Module):
@@ -184,8 +161,7 @@ class GraphAttention(nn.Module):
         sums = x.new_zeros(x.shape[0]).scatter_add(0, target, weights).clamp(min=1e-6)
         messages = value[source] * (weights / sums[target])[:, None]
         gathered = torch.zeros_like(value).scatter_add(0, target[:, None].expand_as(messages), messages)
-        given: Tensor = self.head(F.elu(gathered))
-        return given
+        return self.head(F.elu(gathered))
 
 
 class Recommender(nn.Module):
@@ -202,8 +178,7 @@ class Recommender(nn.Module):
         stacked = torch.stack(found, 1)
         rows, columns = torch.triu_indices(4, 4, 1)
         pairs = torch.bmm(stacked, stacked.transpose(1, 2))[:, rows, columns]
-        given: Tensor = self.top(torch.cat([value, pairs], 1)).squeeze(1)
-        return given
+        return self.top(torch.cat([value, pairs], 1)).squeeze(1)
 
 
 class Factors(nn.Module):
@@ -304,8 +279,7 @@ def operators(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def likelihood(model: nn.Module, batch: Batch) -> Tensor:
-    given: Tensor = model(batch["y"])
-    return given
+    return model(batch["y"])
 
 
 FAMILIES: tuple[Family, ...] = (

@@ -6,20 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.families.family import ROWS, Batch, Family, Models, Phase, single
+from benchmarks.families.family import ROWS, Batch, Family, Models, Phase, drawn, integers, normal, single, uniform
 
 WIDTH, ACTIONS, CLASSES = 12, 4, 7
 
 
-def rows(generator: torch.Generator) -> Batch:
-    return {
-        "x": torch.randn(ROWS, WIDTH, generator=generator),
-        "other": torch.randn(ROWS, WIDTH, generator=generator),
-        "noise": torch.randn(ROWS, WIDTH, generator=generator),
-        "action": torch.randint(0, ACTIONS, (ROWS,), generator=generator),
-        "reward": torch.rand(ROWS, generator=generator),
-        "y": torch.randint(0, CLASSES, (ROWS,), generator=generator),
-    }
+rows = drawn(
+    x=normal(ROWS, WIDTH),
+    other=normal(ROWS, WIDTH),
+    noise=normal(ROWS, WIDTH),
+    action=integers(0, ACTIONS, ROWS),
+    reward=uniform(ROWS),
+    y=integers(0, CLASSES, ROWS),
+)
 
 
 def network(out: int) -> nn.Sequential:

@@ -1,17 +1,44 @@
-"""The table of docs/families.md, written from results."""
+"""Results of the matrix in a file, written cell by cell, and the tables of docs/families.md that are made of them."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.families.cells import CELLS, ORDER, WRONG
-from benchmarks.families.results import Results
+from benchmarks.common.figures import write_json
+from benchmarks.families.cells import CELLS, ORDER, WRONG, Outcome
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "families.md"
+FILE = Path(__file__).parent / "results.json"
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 BEGIN, END = "<!-- families: python -m benchmarks.families --table -->\n", "<!-- end of families -->\n"
 BAD = ("crash", "hang", "lost")
+
+
+@dataclass
+class Results:
+    """By family, its library and its cells."""
+
+    families: dict[str, dict[str, Any]]
+
+    @classmethod
+    def read(cls) -> Results:
+        return cls(json.loads(FILE.read_text()) if FILE.exists() else {})
+
+    def has(self, family: str, cell: str) -> bool:
+        return cell in self.families.get(family, {}).get("cells", {})
+
+    def put(self, family: str, library: str, cell: str, outcome: Outcome) -> None:
+        """Keep what became of a cell, on disk at once, beside what another command has put there."""
+        self.families = self.read().families
+        kept = {"kind": outcome.kind, "said": outcome.said, "distance": outcome.distance}
+        # NaN is no JSON
+        kept["distance"] = None if outcome.distance != outcome.distance else float(f"{outcome.distance:.2g}")
+        kept["seconds"] = round(outcome.seconds, 1)
+        self.families.setdefault(family, {"library": library, "cells": {}})["cells"][cell] = kept
+        write_json(self.families, FILE)
 
 
 def write(results: Results) -> None:

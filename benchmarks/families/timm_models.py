@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from timm.models.mlp_mixer import MlpMixer
 from torch import Tensor, nn
 
-from benchmarks.families.family import ROWS, Batch, Family, single
+from benchmarks.families.family import ROWS, Batch, Family, drawn, integers, normal, single
 
 CLASSES = 7
 SIDE = 64
@@ -33,20 +33,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def made(name: str, options: dict[str, Any]) -> nn.Module:
-    model: nn.Module = timm.create_model(name, pretrained=False, num_classes=CLASSES, drop_path_rate=0.0, **options)
-    return model
+    return timm.create_model(name, pretrained=False, num_classes=CLASSES, drop_path_rate=0.0, **options)
 
 
 def mixer() -> nn.Module:
-    model: nn.Module = MlpMixer(num_classes=CLASSES, img_size=SIDE, num_blocks=2, embed_dim=32)
-    return model
+    return MlpMixer(num_classes=CLASSES, img_size=SIDE, num_blocks=2, embed_dim=32)
 
 
-def images(generator: torch.Generator) -> Batch:
-    return {
-        "pixels": torch.randn(ROWS, 3, SIDE, SIDE, generator=generator),
-        "labels": torch.randint(0, CLASSES, (ROWS,), generator=generator),
-    }
+images = drawn(pixels=normal(ROWS, 3, SIDE, SIDE), labels=integers(0, CLASSES, ROWS))
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from benchmarks.families.family import ROWS, Batch, Family, single
+from benchmarks.families.family import ROWS, Batch, Family, drawn, integers, normal, single
 
 VOCABULARY, WIDTH, LENGTH, SIDE, CLASSES = 61, 32, 12, 32, 7
 SIZES: dict[str, Any] = {
@@ -30,8 +30,7 @@ IMAGES: dict[str, Any] = {"image_size": SIDE, "patch_size": 8, "num_channels": 3
 
 
 def own_loss(model: nn.Module, batch: Batch) -> Tensor:
-    loss: Tensor = model(**batch).loss
-    return loss
+    return model(**batch).loss
 
 
 def by_trainer(
@@ -43,12 +42,7 @@ def by_trainer(
 
 def of(kind: str, config: str, **options: Any) -> Callable[[], nn.Module]:
     """What makes a model of a class from a config, both by name."""
-
-    def make() -> nn.Module:
-        model: nn.Module = getattr(hf, kind)(getattr(hf, config)(**options))
-        return model
-
-    return make
+    return lambda: getattr(hf, kind)(getattr(hf, config)(**options))
 
 
 llama = of("LlamaForCausalLM", "LlamaConfig", **DECODER)
@@ -56,9 +50,11 @@ llama = of("LlamaForCausalLM", "LlamaConfig", **DECODER)
 
 # -- batches --------------------------------------------------------------------------------------------------------
 
+words, pixels, labels = integers(3, VOCABULARY, ROWS, LENGTH), normal(ROWS, 3, SIDE, SIDE), integers(0, CLASSES, ROWS)
+
 
 def tokens(generator: torch.Generator) -> Batch:
-    given = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    given = words(generator)
     return {"input_ids": given, "labels": given}
 
 
@@ -66,38 +62,13 @@ def masked(generator: torch.Generator) -> Batch:
     return {**tokens(generator), "attention_mask": torch.ones(ROWS, LENGTH, dtype=torch.long)}
 
 
-def pairs(generator: torch.Generator) -> Batch:
-    source = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator)
-    return {"input_ids": source, "labels": torch.randint(3, VOCABULARY, (ROWS, LENGTH - 3), generator=generator)}
-
-
-def classified(generator: torch.Generator) -> Batch:
-    return {
-        "input_ids": torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator),
-        "labels": torch.randint(0, CLASSES, (ROWS,), generator=generator),
-    }
-
-
-def images(generator: torch.Generator) -> Batch:
-    return {
-        "pixel_values": torch.randn(ROWS, 3, SIDE, SIDE, generator=generator),
-        "labels": torch.randint(0, CLASSES, (ROWS,), generator=generator),
-    }
-
-
-def segmented(generator: torch.Generator) -> Batch:
-    return {
-        "pixel_values": torch.randn(ROWS, 3, SIDE, SIDE, generator=generator),
-        "labels": torch.randint(0, CLASSES, (ROWS, SIDE, SIDE), generator=generator),
-    }
-
-
-def image_texts(generator: torch.Generator) -> Batch:
-    return {
-        "input_ids": torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator),
-        "pixel_values": torch.randn(ROWS, 3, SIDE, SIDE, generator=generator),
-        "return_loss": torch.ones((), dtype=torch.bool),
-    }
+pairs = drawn(input_ids=words, labels=integers(3, VOCABULARY, ROWS, LENGTH - 3))
+classified = drawn(input_ids=words, labels=labels)
+images = drawn(pixel_values=pixels, labels=labels)
+segmented = drawn(pixel_values=pixels, labels=integers(0, CLASSES, ROWS, SIDE, SIDE))
+image_texts = drawn(input_ids=words, pixel_values=pixels, return_loss=lambda _: torch.ones((), dtype=torch.bool))
+spectrograms = drawn(input_features=normal(ROWS, 8, 32), labels=words)
+waves = drawn(input_values=normal(ROWS, 400), labels=integers(1, VOCABULARY, ROWS, 5))
 
 
 def questions(generator: torch.Generator) -> Batch:
@@ -109,20 +80,6 @@ def questions(generator: torch.Generator) -> Batch:
         "labels": given,
         "pixel_values": torch.randn(ROWS, 3, SIDE, SIDE, generator=generator),
         "attention_mask": torch.ones_like(given),
-    }
-
-
-def spectrograms(generator: torch.Generator) -> Batch:
-    return {
-        "input_features": torch.randn(ROWS, 8, 32, generator=generator),
-        "labels": torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator),
-    }
-
-
-def waves(generator: torch.Generator) -> Batch:
-    return {
-        "input_values": torch.randn(ROWS, 400, generator=generator),
-        "labels": torch.randint(1, VOCABULARY, (ROWS, 5), generator=generator),
     }
 
 

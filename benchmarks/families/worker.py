@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import os
-import sys
 import traceback
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import zcompile
-from benchmarks.families.catalogue import find
-from benchmarks.families.cells import CELLS, WITHOUT, Outcome, Task
-from benchmarks.families.family import Family
+from benchmarks.common.rank import Place, joined
+from benchmarks.families.cells import CELLS, WITHOUT, Outcome
+from benchmarks.families.family import Family, find
+from benchmarks.families.loops import loop_of
 from benchmarks.families.recorder import Recorder, distance
 from zcompile.torch_internals.dtensor import forget_meshes
 from zcompile.torch_internals.dynamo import BackendCompilerFailed
@@ -34,17 +30,15 @@ class References:
 
     def of(self, family: Family, loop: str) -> Recorder:
         """Train it, or take what the last call gave. Collective."""
-        shared = "plain_loop" if loop in ("compiled_loop", "traced_loop") else loop
+        shared = "plain" if loop in ("compiled", "traced") else loop
         if self._key != (family.name, shared):
             if _draws(family):
                 raise ValueError("its loss draws random numbers: switch off its dropout")
             start = Recorder().end(family.models())
-            found = importlib.import_module(f"benchmarks.families.{shared}").train(family, None)
+            found = loop_of(shared, None)(family)
             if not all(torch.isfinite(loss).all() for loss in found.losses):
                 raise ValueError("a loss is not finite")
-            if all(
-                torch.equal(one, other) for one, other in zip(start.state.values(), found.state.values(), strict=True)
-            ):
+            if all(map(torch.equal, start.state.values(), found.state.values())):
                 raise ValueError("nothing was trained")
             self._key, self._found = (family.name, shared), found
         return self._found
@@ -58,16 +52,16 @@ def _draws(family: Family) -> bool:
     return not torch.equal(before, torch.get_rng_state())
 
 
-def run(task: Task, family: Family, references: References) -> Outcome:
+def run(name: str, family: Family, references: References) -> Outcome:
     """Train a cell on this rank, and compare. Collective."""
-    cell = CELLS[task.cell]
+    cell = CELLS[name]
     try:
         wanted = references.of(family, cell.loop)
     except Exception as error:
         return Outcome("void", _first_line(error), trace=traceback.format_exc())
     torch.compiler.reset()
     try:
-        found = importlib.import_module(f"benchmarks.families.{cell.loop}").train(family, cell.options)
+        found = loop_of(cell.loop, cell.options)(family)
         far, where = distance(found, wanted)
     except Exception as error:
         return Outcome("void", _first_line(error)) if cell.loop == WITHOUT else _failed(error)
@@ -89,38 +83,27 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
-def joined(task: Task, references: References) -> Outcome:
-    """Run a task within a process group of its own."""
-    store = dist.FileStore(str(task.store), 2)
-    patience = timedelta(seconds=task.patience)
-    dist.init_process_group("gloo", store=store, rank=task.rank, world_size=2, timeout=patience)
-    try:
-        dist.barrier()
-        family = find(task.family)
-        assert family is not None, f"{task.family}: the command has found it"
-        return run(task, family, references)
-    finally:
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
-        torch.compiler.reset()
-        forget_meshes()  # a mesh that stays keeps its groups, and their threads
-        gc.collect()
+class Matrix:
+    """A rank that trains one cell after the other, each within a process group of its own."""
 
+    def __init__(self) -> None:
+        os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "ACCELERATE_USE_CPU": "true"}
+        self.rank, self.references = int(os.environ["RANK"]), References()
 
-def main() -> None:
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "ACCELERATE_USE_CPU": "true"}
-    torch.set_num_threads(1)
-    references, connection = References(), Connection(int(sys.argv[1]))
-    connection.send("ready")
-    with contextlib.suppress(EOFError):
-        while True:
-            try:
-                connection.send(joined(connection.recv(), references))
-            except EOFError:
-                raise
-            except Exception as error:
-                connection.send(Outcome("crash", _first_line(error), trace=traceback.format_exc()))
+    def ready(self) -> None:
+        """The imports are done, which are no part of a cell."""
 
-
-if __name__ == "__main__":
-    main()
+    def run(self, name: str, cell: str, store: Path, patience: float) -> Outcome:
+        """A cell of a family; what fails costs this one alone."""
+        try:
+            with joined(Place(self.rank, 2, str(store), patience, "cpu")) as meet:
+                meet()
+                family = find(name)
+                assert family is not None, f"{name}: the command has found it"
+                return run(cell, family, self.references)
+        except Exception as error:
+            return Outcome("crash", _first_line(error), trace=traceback.format_exc())
+        finally:
+            torch.compiler.reset()
+            forget_meshes()  # a mesh that stays keeps its groups, and their threads
+            gc.collect()

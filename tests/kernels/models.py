@@ -9,9 +9,9 @@ import torch
 import transformers as hf
 from torch import nn
 
-from benchmarks import workload
-from benchmarks.gpu_protocol import LARGE, TINY
-from benchmarks.protocol import Sizes
+from benchmarks.common.configurations import Sizes
+from benchmarks.common.models import batch, make_model
+from benchmarks.gpu.protocol import LARGE, TINY
 from tests import zoo
 
 BLOCKS = 3
@@ -21,11 +21,11 @@ SEQUENCE, SIDE = 1024, 224
 
 
 def gpt(sizes: Sizes) -> nn.Module:
-    return workload.make_model(sizes, seed=0)
+    return make_model(sizes, seed=0)
 
 
 def gpt_batch(sizes: Sizes, generator: torch.Generator, size: int) -> zoo.Batch:
-    tokens, targets = workload.batch(replace(sizes, batch=size), 0, 0, 0)
+    tokens, targets = batch(replace(sizes, batch=size), 0, 0, 0)
     return {"tokens": tokens, "targets": targets}
 
 
