@@ -24,6 +24,6 @@ def split_large(program: Program, *, bucket: int) -> Program:
     program = program.copy()
     for node in program.nodes(Reduce) if program.layout.sharded.size > 1 else ():
         op = op_of(node, Reduce)
-        if op.scatter and max(op.message_bytes(program.layout)) > bucket:
+        if op.scatter and max(message.nbytes for message in op.messages(program.layout)) > bucket:
             program.respell(node, replace(op, bucket=bucket))
     return program

@@ -12,13 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zcompile.runtime.async_work import AllWork, AsyncWork, HostWork, Progress, StreamWork
+from zcompile.runtime.async_work import AllWork, AsyncWork, StreamWork
 from zcompile.runtime.collectives import Collectives, Member, Piece
-from zcompile.runtime.device import backend_of, current_stream, is_gpu, is_host, new_stream, on_stream
+from zcompile.runtime.device import (
+    backend_of,
+    current_stream,
+    is_gpu,
+    is_host,
+    new_stream,
+    on_stream,
+)
 from zcompile.runtime.low_precision import decode, encode, mean_of, padded_rows, parts_of
 from zcompile.runtime.stream_watch import StreamWatch
 from zcompile.torch_internals.distributed import (
-    close_connections,
     gather_group,
     gather_together,
     gloo_of,
@@ -42,12 +48,8 @@ class BackendCollectives(Collectives):
     separates = False
 
     def __init__(self, member: Member, *, averages: bool) -> None:
-        super().__init__(member)
+        super().__init__(member, gloo_of(member.group) if is_host(member.device) and member.size > 1 else None)
         self._averages = averages
-        self._progress = None
-        if is_host(member.device) and member.size > 1:
-            hang_up = functools.partial(close_connections, gloo_of(member.group), member.rank, member.size)
-            self._progress = Progress(hang_up)
         self._staging: torch.Stream | None = None
         self._flying = weakref.WeakSet[StreamWork]()
         self._watch: StreamWatch | None = None
@@ -58,42 +60,25 @@ class BackendCollectives(Collectives):
     def stamp(self, run: int) -> None:
         """Messages cannot tell."""
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, parts: int = 1) -> AsyncWork:
-        """One collective a part; on GPUs by one launch."""
-        if parts > 1:
-            return self.all_gather_many([full], [shard], parts)[0]
-        work = self._launched(_all_gather, full, shard, gathers=True)
-        return self._fly(work, (full, shard))
-
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, parts: int = 1) -> AsyncWork:
-        """One collective a part; where the backend has no average, it sums, and the sum is divided."""
-        if parts > 1:
-            return self.reduce_scatter_many([shard], [full], parts)[0]
-        work = self._launched(_reduce_scatter, shard, full, op=self._op)
-        return self._fly(work, (shard, full), lambda: self._divide(shard))
-
-    def all_gather_many(
-        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], parts: int = 1
-    ) -> list[AsyncWork]:
-        """On GPUs one launch, whose works are one."""
-        if len(fulls) * parts < 2:
-            return super().all_gather_many(fulls, shards)
-        wholes, mine = ([row for one in some for row in one.view(parts, -1)] for some in (fulls, shards))
-        if not is_gpu(self.member.device):
-            return _by_parts([self.all_gather(*pair) for pair in zip(wholes, mine, strict=True)], parts)
+    def _all_gather(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], parts: int) -> list[AsyncWork]:
+        """One collective a part; on GPUs by one launch, whose works are one."""
+        wholes, mine = (_rows(some, parts) for some in (fulls, shards))
+        if len(wholes) < 2 or not is_gpu(self.member.device):
+            return _by_parts([self._gather(*pair) for pair in zip(wholes, mine, strict=True)], parts)
         with self.member.waits.explained("a collective"):
             work = gather_together(self._gathers, wholes, mine)
         return [self._fly(work, (*fulls, *shards))] * len(fulls)
 
-    def reduce_scatter_many(
-        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], parts: int = 1
+    def _gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
+        return self._fly(self._launched(_all_gather, full, shard, gathers=True), (full, shard))
+
+    def _reduce_scatter(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], parts: int
     ) -> list[AsyncWork]:
-        """On GPUs one launch, whose works are one."""
-        if len(fulls) * parts < 2:
-            return super().reduce_scatter_many(shards, fulls)
-        mine, wholes = ([row for one in some for row in one.view(parts, -1)] for some in (shards, fulls))
-        if not is_gpu(self.member.device):
-            return _by_parts([self.reduce_scatter(*pair) for pair in zip(mine, wholes, strict=True)], parts)
+        """One collective a part; on GPUs by one launch. Where the backend has no average, the sum is divided."""
+        mine, wholes = (_rows(some, parts) for some in (shards, fulls))
+        if len(wholes) < 2 or not is_gpu(self.member.device):
+            return _by_parts([self._scatter(*pair) for pair in zip(mine, wholes, strict=True)], parts)
         with self.member.waits.explained("a collective"):
             work = reduce_together(self.member.group, mine, wholes, self._op)
 
@@ -103,7 +88,11 @@ class BackendCollectives(Collectives):
 
         return [self._fly(work, (*shards, *fulls), finish)] * len(fulls)
 
-    def reduce_scatter_in(self, wire: torch.dtype, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
+    def _scatter(self, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
+        work = self._launched(_reduce_scatter, shard, full, op=self._op)
+        return self._fly(work, (shard, full), lambda: self._divide(shard))
+
+    def _reduce_scatter_in(self, wire: torch.dtype, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
         """An exchange of parts; on GPUs on a stream of its own, whose hazards are those of an `all_reduce_in`."""
 
         def scatter() -> None:
@@ -112,22 +101,17 @@ class BackendCollectives(Collectives):
             self._launched(dist.all_to_all_single, arrived.view(-1), sent.view(-1)).wait()
             shard.copy_(mean_of(arrived, wire, full.dtype)[: shard.numel()])
 
-        if is_gpu(self.member.device):
-            return self._on_staging(scatter, (shard, full))
-        scatter()
-        return self._follow(lambda: None, "a reduction")
+        return self._staged(scatter, (shard, full), "a reduction")
 
     def rows_staged(self, *, packed: bool) -> int:
         """What is packed."""
         return packed * self.size
 
-    def reduce_scatter_by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
+    def _by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
         """On GPUs piece by piece, else as a whole."""
         if is_gpu(self.member.device):
             return self._stream_pieces(shard, piece, width)
-        sent = piece(0, shard.numel()).reshape(-1)
-        work = self._launched(_reduce_scatter, shard, sent, op=self._op)
-        return self._fly(work, (shard, sent), lambda: self._divide(shard))
+        return self._scatter(shard, piece(0, shard.numel()).reshape(-1))
 
     def _stream_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
         """Pieces are made on a stream of their own, which waits for the one before the last to be reduced.
@@ -161,41 +145,45 @@ class BackendCollectives(Collectives):
             done = staging.record_event()
         return self._on_stream(lambda: current_stream(self.member.device).wait_event(done), alive)
 
-    def all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
+    def _all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
         """One collective."""
         work = self._launched(dist.all_reduce, tensor, op=self._op)
         return self._fly(work, (tensor,), lambda: self._divide(tensor))
 
-    def all_reduce_in(self, wire: torch.dtype, tensor: torch.Tensor) -> AsyncWork:
+    def _all_reduce_in(self, wire: torch.dtype, tensor: torch.Tensor) -> AsyncWork:
         """An exchange of parts, and a gather of their averages; of two ranks a gather of all.
 
         On GPUs on a stream of its own. Hazards: `tensor` is ready when the current stream gets here, which that stream
         waits for; it is held until the current stream has waited for the end. What is sent, and what arrives, is
         allocated on that stream, which waits for each collective before it reads or drops what that has used.
         """
-        if not is_gpu(self.member.device):
-            self._average_in(wire, tensor)
-            return self._follow(lambda: None, "an all_reduce")
-        return self._on_staging(lambda: self._average_in(wire, tensor), (tensor,))
 
-    def _average_in(self, wire: torch.dtype, tensor: torch.Tensor) -> None:
-        """On the current stream, which waits for what it launches."""
-        flat = tensor.view(-1)
-        sent = encode(parts_of(flat, self.size), wire)
-        arrived = sent.new_empty(self.size, sent.shape[1])
-        exchange = _all_gather if len(sent) == 1 else dist.all_to_all_single
-        self._launched(exchange, arrived.view(-1), sent.view(-1)).wait()
-        mean = mean_of(arrived, wire, flat.dtype)
-        if len(sent) > 1:
-            self._launched(_all_gather, arrived.view(-1), encode(mean[None], wire).view(-1)).wait()
-            mean = decode(arrived, wire, flat.dtype).view(-1)
-        flat.copy_(mean[: flat.numel()])
+        def average() -> None:
+            flat = tensor.view(-1)
+            sent = encode(parts_of(flat, self.size), wire)
+            arrived = sent.new_empty(self.size, sent.shape[1])
+            exchange = _all_gather if len(sent) == 1 else dist.all_to_all_single
+            self._launched(exchange, arrived.view(-1), sent.view(-1)).wait()
+            mean = mean_of(arrived, wire, flat.dtype)
+            if len(sent) > 1:
+                self._launched(_all_gather, arrived.view(-1), encode(mean[None], wire).view(-1)).wait()
+                mean = decode(arrived, wire, flat.dtype).view(-1)
+            flat.copy_(mean[: flat.numel()])
 
-    def broadcast_from(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+        return self._staged(average, (tensor,), "an all_reduce")
+
+    def _staged(self, act: Callable[[], None], alive: Sequence[object], what: str) -> AsyncWork:
+        """What `act` launches and waits for: on GPUs on a stream of its own, else at once."""
+        if is_gpu(self.member.device):
+            return self._on_staging(act, alive)
+        act()
+        return self._follow(lambda: None, what)
+
+    def _broadcast(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
         """One collective."""
         return self._fly(self._launched(dist.broadcast, tensor, group_src=owner, gathers=True), (tensor,))
 
-    def reduce_to(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+    def _reduce(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
         """One collective."""
         work = self._launched(dist.reduce, tensor, group_dst=owner, op=self._op)
         return self._fly(work, (tensor,), lambda: self._divide(tensor))
@@ -248,10 +236,6 @@ class BackendCollectives(Collectives):
             with contextlib.suppress(Exception):
                 work.order()
 
-    def _follow(self, arrive: Callable[[], None], what: str) -> HostWork:
-        assert self._progress is not None, "what blocks is waited for on a thread"
-        return self._progress.follow(HostWork(arrive, self.member.traffic, self.member.waits, what))
-
     def _divide(self, total: torch.Tensor) -> None:
         """Turn a sum into the average, in place."""
         if not self._averages:
@@ -262,9 +246,14 @@ class BackendCollectives(Collectives):
         return dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
 
 
-def _by_parts(works: Sequence[AsyncWork], parts: int) -> list[AsyncWork]:
+def _rows(tensors: Sequence[torch.Tensor], parts: int) -> list[torch.Tensor]:
+    """The parts of all of them, one behind the other."""
+    return list(tensors) if parts == 1 else [row for one in tensors for row in one.view(parts, -1)]
+
+
+def _by_parts(works: list[AsyncWork], parts: int) -> list[AsyncWork]:
     """One work for the parts of each tensor."""
-    return [AllWork(works[start : start + parts]) for start in range(0, len(works), parts)]
+    return works if parts == 1 else [AllWork(works[at : at + parts]) for at in range(0, len(works), parts)]
 
 
 def _ended(work: dist.Work) -> None:

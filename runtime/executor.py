@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from zcompile.ir.layout import Param, Unit
-from zcompile.ir.wire import message_places, secondary_bytes, shard_wire_bytes
+from zcompile.ir.layout import Message, Param, Unit, message_places, secondary_bytes
 from zcompile.runtime.arena import ActivationStack, Places
 from zcompile.runtime.async_work import AsyncWork
 from zcompile.runtime.device import current_stream, stream_number
@@ -21,13 +20,12 @@ from zcompile.runtime.groups import AxisCommunicator
 from zcompile.runtime.low_precision import decode_shards
 from zcompile.runtime.messages import flattened, pack, part_of, piece_inside, sent_in_place, unpack
 from zcompile.runtime.offloaded_activations import Arrival, OffloadedActivations
-from zcompile.runtime.recorder import Message, Span
 from zcompile.runtime.shards import Full, Secondary, UnitShards
 from zcompile.runtime.stage_links import Receiving, Sending, receive, send
 from zcompile.torch_internals.distributed import add_all
 
-Arrivals = list[tuple[list[int], torch.Tensor, AsyncWork | None]]
-"""Per message the parameters that it is of, where it arrives, and what brings it, if it has to come."""
+Arrivals = list[tuple[Message, torch.Tensor, AsyncWork | None]]
+"""Per message where it arrives, and what brings it, if it has to come."""
 
 
 @dataclass(frozen=True)
@@ -51,27 +49,17 @@ class BoundUnit:
         """A whole parameter, for regions of a program that gathers nothing (stage 0)."""
         return self.shards.local(self.unit.params[index])
 
-    def sharded_messages(self) -> list[list[Param]]:
-        """The sharded parameters, by the messages that they travel in."""
-        messages = self.messages(lambda index: bool(self.unit.params[index].shards))
-        return [[self.unit.params[index] for index in message] for message in messages]
-
-    def messages(self, wanted: Callable[[int], bool]) -> list[list[int]]:
-        """The parameters that travel together, as indices, those not wanted left out."""
-        filtered = ([index for index in message if wanted(index)] for message in self.unit.messages)
-        return [message for message in filtered if message]
-
 
 @dataclass
 class Gather:
-    """A gather in flight: per message what arrives and which parameters it brings."""
+    """A gather in flight."""
 
     bound: BoundUnit
     arrivals: Arrivals
     keep: bool
     places: Places | None = None
     done: Full | None = None
-    sent: Sequence[tuple[list[Param], torch.Tensor]] = ()
+    sent: Sequence[tuple[Message, torch.Tensor]] = ()
     """Of a gather for a later step: what this rank has sent, for that step to see whether it still holds."""
     writes: int = 0
     """What `UnitShards.writes` said when it was started."""
@@ -92,14 +80,14 @@ class Gather:
             for param in unit.params
         ]
         for message, arrived, work in self.arrivals:
-            if work is not None and unit.params[message[0]].shards and ranks.size > 1:
+            if work is not None and message.is_sharded and ranks.size > 1:
                 _land(work, "all_gather", unit.name, ranks, arrived.nbytes)
             elif work is not None:  # it was only copied
                 work.wait()
-            full = unpack(arrived, [unit.params[i] for i in message], self.places)
-            for index, tensor in zip(message, full, strict=True):
+            full = unpack(arrived, message.params, self.places)
+            for index, tensor in zip(message.places, full, strict=True):
                 tensors[index] = tensor
-        straight = {message[0]: arrived for message, arrived, _ in self.arrivals if len(message) == 1}
+        straight = {one.places[0]: arrived for one, arrived, _ in self.arrivals if len(one.places) == 1}
         self.arrivals = []
         result = Full(unit, tensors, straight if self.keep else None)
         if self.keep:
@@ -123,12 +111,14 @@ class OutsideGather:
         """The secondary shards of the unit, as the bytes of one tensor."""
         ranks = self.bound.shards.communicator.outside
         assert ranks is not None or not self.works, "what is gathered outside is so along the outer axis"
-        for work, (params, tensor), encoded in zip(self.works, self.secondary.messages, self.encoded, strict=False):
+        for work, (message, tensor), encoded in zip(self.works, self.secondary.messages, self.encoded, strict=False):
             if ranks is not None:
-                nbytes = tensor.nbytes if encoded is None else encoded.nbytes
+                nbytes = message.gathered_bytes(ranks.size)
                 _land(work, "all_gather", self.bound.unit.name, ranks, nbytes, ranks.axis)
-                if encoded is not None:
-                    _decode(encoded.view(ranks.size, -1), params, tensor.view(ranks.size, -1))
+                if encoded is not None and message.wire is not None:  # of this rank's own shard, too
+                    rows = encoded.view(ranks.size, -1)
+                    decoded = decode_shards(rows, message.shard_numels, message.wire, tensor.dtype)
+                    tensor.view(ranks.size, -1).copy_(decoded)
         self.works, self.encoded = (), ()
         if self.keep:
             self.bound.shards.secondary[self.bound.unit.names] = self.secondary
@@ -137,7 +127,7 @@ class OutsideGather:
 
 @dataclass
 class Reduction:
-    """A reduction in flight: per message what arrives and which gradients it brings."""
+    """A reduction in flight."""
 
     bound: BoundUnit
     arrivals: Arrivals
@@ -150,18 +140,16 @@ class Reduction:
 
         `added`: they are on the device, in the dtypes of their parameters, to be added up there.
         """
-        unit, communicator = self.bound.unit, self.bound.shards.communicator
+        communicator = self.bound.shards.communicator
         inside = self.ranks is communicator.inside
         divided = inside or communicator.parts > 1
         for message, arrived, work in self.arrivals:
-            scattered = self.scattered and divided and bool(unit.params[message[0]].shards)
             operation, payload = "all_reduce", 2 * arrived.nbytes
-            if scattered:
-                numel = sum(unit.params[index].padded_numel for index in message)
+            if self.scattered and divided and message.is_sharded:
                 operation = "reduce_scatter"
-                payload = (numel if inside else arrived.numel() * self.ranks.size) * arrived.itemsize
+                payload = (message.numel if inside else arrived.numel() * self.ranks.size) * arrived.itemsize
             if work is not None:
-                _land(work, operation, unit.name, self.ranks, payload, "" if inside else self.ranks.axis)
+                _land(work, operation, self.bound.unit.name, self.ranks, payload, "" if inside else self.ranks.axis)
         landed = [(one, arrived) for one, arrived, _ in self.arrivals]
         self.arrivals = []
         if inside and communicator.outside is not None:
@@ -181,7 +169,7 @@ class InsideAverages:
     """
 
     bound: BoundUnit
-    arrivals: Sequence[tuple[list[int], torch.Tensor]]
+    arrivals: Sequence[tuple[Message, torch.Tensor]]
     scattered: bool
     primary: int = 1
     """Of how many shards there are averages: of several where the outer axis divides them further."""
@@ -191,10 +179,10 @@ class InsideAverages:
 
         Of several shards they are rows of elements, padding included.
         """
-        params, rank = self.bound.unit.params, self.bound.shards.communicator.dividing.rank
+        rank = self.bound.shards.communicator.dividing.rank
         for message, arrived in self.arrivals:
             offset = 0
-            for param in (params[index] for index in message):
+            for param in message.params:
                 scattered = self.scattered and bool(param.shards)
                 if scattered and self.primary > 1:
                     yield param, arrived.view(self.primary, -1)[:, offset : offset + param.shard_numel]
@@ -204,8 +192,7 @@ class InsideAverages:
 
     def cast(self) -> None:
         """Be in the dtypes of the parameters."""
-        params = self.bound.unit.params
-        self.arrivals = [(message, arrived.to(params[message[0]].dtype)) for message, arrived in self.arrivals]
+        self.arrivals = [(message, arrived.to(message.params[0].dtype)) for message, arrived in self.arrivals]
 
     def gradients(self) -> Gradients:
         """The averages over all ranks, in the dtypes of their parameters, where these are."""
@@ -239,7 +226,7 @@ def all_gather(
     at: torch.Tensor | None = None,
     wire: torch.dtype | None = None,
 ) -> Gather | OutsideGather:
-    """Start gathering the full parameters of a unit; nothing is sent where a copy is kept (see `runtime.stale_copies`).
+    """Start gathering the full parameters of a unit; nothing is sent where a copy is kept (see `runtime.shards`).
 
     With `dtype`, shards that the layout computes with in it are cast before they are sent. `at`: where it arrives.
     `given`: the ranks outside, for its secondary shards; or what these are, for its full parameters. Outside shards
@@ -277,53 +264,31 @@ def _start_outside(
 ) -> OutsideGather:
     shards = bound.shards
     shards.memory.before(bound.unit.name)
-    secondary = _secondary_of(bound, dtype, None)
+    secondary = _secondary_of(bound, dtype, wire)
     secondary.writes, secondary.stream = shards.writes() if keep else 0, stream_number(outside.device)
-    params, wanted = zip(*secondary.messages, strict=True)
-    kinds = [wire if some[0].outer_gather_dtype is wire else None for some in params]
     encoded = [
-        None if kind is None else _arrival_buffer(some, kind, outside) for some, kind in zip(params, kinds, strict=True)
+        None if message.wire is None else torch.empty(nbytes, dtype=torch.uint8, device=outside.device)
+        for message, nbytes in ((one, one.gathered_bytes(outside.size)) for one, _ in secondary.messages)
     ]
-    arrived = [one if room is None else room for one, room in zip(wanted, encoded, strict=True)]
+    arrived = [one if room is None else room for (_, one), room in zip(secondary.messages, encoded, strict=True)]
     with shards.memory.sending():
-        sent = [
-            shards.wire(some) if kind is None else shards.encoded(some, kind)
-            for some, kind in zip(params, kinds, strict=True)
-        ]
+        sent = [shards.sent(message) for message, _ in secondary.messages]
         sent = sent_in_place(sent, arrived, [None] * len(sent), outside, always=shards.memory.is_away)
-        works = outside.all_gather_many(arrived, sent)
+        works = outside.collectives.all_gather_many(arrived, sent)
     return OutsideGather(bound, secondary, works, keep, encoded)
 
 
-def _arrival_buffer(params: list[Param], wire: torch.dtype, outside: AxisCommunicator) -> torch.Tensor:
-    """Where a message arrives that is encoded."""
-    nbytes = sum(shard_wire_bytes(param.shard_numel, wire) for param in params)
-    return torch.empty(outside.size * nbytes, dtype=torch.uint8, device=outside.device)
-
-
-def _decode(encoded: torch.Tensor, params: list[Param], shards: torch.Tensor) -> None:
-    """Decode a message, [ranks, bytes], into secondary shards, [ranks, elements]: this rank's own shard, too."""
-    wire = params[0].outer_gather_dtype
-    assert wire is not None, "it has travelled in fewer bits"
-    shards.copy_(decode_shards(encoded, [param.shard_numel for param in params], wire, shards.dtype))
-
-
-def _secondary_of(bound: BoundUnit, dtype: torch.dtype | None, memory: torch.Tensor | None) -> Secondary:
+def _secondary_of(
+    bound: BoundUnit, dtype: torch.dtype | None, wire: torch.dtype | None = None, memory: torch.Tensor | None = None
+) -> Secondary:
     """The secondary shards that lie in `memory`, or are to arrive in new one."""
     inside = bound.shards.communicator.inside
-    params = bound.sharded_messages()
-    kinds = [_sent_dtype(some, dtype) for some in params]
-    counts = [sum(param.padded_numel for param in some) // inside.size for some in params]
-    sizes = [count * kind.itemsize for count, kind in zip(counts, kinds, strict=True)]
+    messages = bound.unit.sent(None, dtype, inside=inside.size, wire=wire)
+    sizes = [message.nbytes for message in messages]
     if memory is None:
         memory = torch.empty(secondary_bytes(sizes), dtype=torch.uint8, device=inside.device)
-    places = zip(message_places(sizes), kinds, strict=True)
-    return Secondary(memory, list(zip(params, [memory[a:b].view(kind) for (a, b), kind in places], strict=True)))
-
-
-def _sent_dtype(params: list[Param], dtype: torch.dtype | None) -> torch.dtype:
-    """In which a message is gathered by a line that says `dtype`."""
-    return dtype if dtype is not None and params[0].compute_dtype is dtype else params[0].dtype
+    places = zip(messages, message_places(sizes), strict=True)
+    return Secondary(memory, [(message, memory[a:b].view(message.dtype)) for message, (a, b) in places])
 
 
 def gathered(bound: BoundUnit) -> Full:
@@ -362,28 +327,25 @@ def _start(
     communicator, memory = shards.communicator.inside, shards.memory
     if secondary is None:
         memory.before(unit.name)
-    places = Places(at, communicator.device)
-    messages = bound.messages(lambda index: bool(unit.params[index].shards))
-    params = bound.sharded_messages()
-    owners, kinds = [some[0].owner for some in params], [_sent_dtype(some, dtype) for some in params]
+    places, messages = Places(at, communicator.device), unit.sent(None, dtype)
     if secondary is None:
-        sent = [shards.wire(some) for some in params]
+        sent = [shards.wire(message.params) for message in messages]
     else:
-        sent = [tensor for _, tensor in _secondary_of(bound, dtype, secondary).messages]
+        sent = [tensor for _, tensor in _secondary_of(bound, dtype, memory=secondary).messages]
     away = memory.is_away and secondary is None
     arrivals: Arrivals
     if communicator.size == 1 and not away:
-        arrivals = [(message, shard.to(kind), None) for message, shard, kind in zip(messages, sent, kinds, strict=True)]
+        arrivals = [(message, shard.to(message.dtype), None) for message, shard in zip(messages, sent, strict=True)]
     else:
         arrived = []
-        for message, some, kind in zip(messages, params, kinds, strict=True):
+        for message in messages:
             # A stale copy's memory is used again: fresh memory costs the kernel's zeros, page by page. Nobody reads
             # what was there: a backward that still would is refused, and on CUDA the gather waits for the current
             # stream.
-            stale = kept.arrived.get(message[0]) if kept is not None and len(message) == 1 else None
-            numel = sum(param.padded_numel for param in some)
-            arrived.append(places.empty(numel, kind) if stale is None else stale)
+            stale = kept.arrived.get(message.places[0]) if kept is not None and len(message.places) == 1 else None
+            arrived.append(places.empty(message.numel, message.dtype) if stale is None else stale)
         with memory.sending():
+            owners = [message.owner for message in messages]
             if secondary is None:
                 sent = sent_in_place(sent, arrived, owners, communicator, always=copies or away)
             works: Sequence[AsyncWork | None]
@@ -393,7 +355,7 @@ def _start(
                 works = [memory.copied(full) for full in arrived]
         arrivals = list(zip(messages, arrived, works, strict=True))
     arrivals += _whole(bound)
-    told = list(zip(params, sent, strict=True)) if copies else []
+    told = list(zip(messages, sent, strict=True)) if copies else []
     writes = shards.writes() if keep or copies else 0
     stream = stream_number(communicator.device)
     return Gather(bound, arrivals, keep, places, sent=told, writes=writes, stream=stream)
@@ -408,15 +370,16 @@ def _gathered(
 ) -> list[AsyncWork]:
     """Start what brings each message: from all ranks, or from its owner, which has put it where it arrives."""
     divided = [index for index, owner in enumerate(owners) if owner is None]
-    works = ranks.all_gather_many([arrived[index] for index in divided], [sent[index] for index in divided], parts)
+    given = [arrived[index] for index in divided], [sent[index] for index in divided]
+    works = ranks.collectives.all_gather_many(*given, parts)
     started = dict(zip(divided, works, strict=True))
     return [
-        started[index] if owner is None else ranks.broadcast_from(owner, arrived[index])
+        started[index] if owner is None else ranks.collectives.broadcast_from(owner, arrived[index])
         for index, owner in enumerate(owners)
     ]
 
 
-def _whole(bound: BoundUnit) -> Iterator[tuple[list[int], torch.Tensor, AsyncWork | None]]:
+def _whole(bound: BoundUnit) -> Iterator[tuple[Message, torch.Tensor, AsyncWork | None]]:
     """Start copying what every rank has whole to the device, if it is away."""
     shards, memory = bound.shards, bound.shards.memory
     for index, param in enumerate(bound.unit.params):
@@ -425,7 +388,7 @@ def _whole(bound: BoundUnit) -> Iterator[tuple[list[int], torch.Tensor, AsyncWor
             with memory.sending():
                 arrived.copy_(shards.local(param).view(-1), non_blocking=True)
                 work = memory.copied(arrived)
-            yield [index], arrived, work
+            yield Message((index,), (param,), param.full_dtype, param.numel), arrived, work
 
 
 def reduce_scatter(
@@ -477,28 +440,18 @@ def _reduce_outside(
 ) -> Reduction:
     """Start averaging over the ranks of the outer axis what has been averaged inside."""
     assert outside is not None, "a program says over which ranks"
-    params, arrivals = bound.unit.params, Arrivals()
+    arrivals: Arrivals = []
     for message, tensor in averages.arrivals:
-        first = params[message[0]]
-        scatters = scatter and bool(first.shards) and outside.size > 1
+        scatters = scatter and message.is_sharded and outside.size > 1
         arrived = tensor.new_empty(tensor.numel() // outside.size) if scatters else tensor
-        arrivals.append((message, arrived, _outside(first, arrived, tensor, outside, wire)))
+        # Empty are averages that another rank owns, and so those of all ranks with the same shards.
+        work: AsyncWork | None = None
+        if outside.size > 1 and tensor.numel():
+            sent_as = wire if message.params[0].outer_dtype is wire and wire is not tensor.dtype else None
+            average = outside.collectives
+            work = average.reduce_scatter(arrived, tensor, sent_as) if scatters else average.all_reduce(tensor, sent_as)
+        arrivals.append((message, arrived, work))
     return Reduction(bound, arrivals, averages.scattered, outside)
-
-
-def _outside(
-    first: Param, arrived: torch.Tensor, tensor: torch.Tensor, outside: AxisCommunicator, wire: torch.dtype | None
-) -> AsyncWork | None:
-    """Start averaging a message, of which `first` is the first parameter, into `arrived`, if there is something to."""
-    # Empty are averages that another rank owns, and so those of all ranks with the same shards.
-    if outside.size == 1 or not tensor.numel():
-        return None
-    sent_as = wire if first.outer_dtype is wire and wire is not tensor.dtype else None
-    if arrived is tensor:
-        return outside.all_reduce(tensor, sent_as)
-    if sent_as is not None:
-        return outside.reduce_scatter_in(sent_as, arrived, tensor)
-    return outside.reduce_scatter_many([arrived], [tensor])[0]
 
 
 def average(bound: BoundUnit, grads: list[torch.Tensor | None], *, scattered: bool) -> Gradients:
@@ -625,47 +578,45 @@ def _reduce(
     communicator, shards = whole.inside, whole.dividing.size
     grads = [grad if grad is None else bound.shards.with_held(p, grad) for p, grad in zip(params, grads, strict=True)]
     arrivals: Arrivals = []
-    messages = bound.messages(lambda index: grads[index] is not None)
-    if shards == 1:  # nothing is sent, so nothing is packed
-        messages = [[index] for message in messages for index in message]
+    names = tuple([param.name for param, grad in zip(params, grads, strict=True) if grad is not None])
     together = []
-    for message in messages:
-        first = params[message[0]]
-        cast = dtype if first.reduction_dtype is dtype else None
-        parts = [(params[index], grads[index]) for index in message]
+    for message in bound.unit.sent(names, dtype, packed=shards > 1):  # alone nothing is sent, so nothing is packed
+        cast = dtype if message.params[0].reduction_dtype is dtype else None
+        own = [grads[index] for index in message.places]
         work: AsyncWork | None = None
-        if scattered and first.owner is not None:
-            arrivals.append((message, *_to_owner(communicator, first.owner, flattened([g for _, g in parts], cast))))
+        if scattered and message.owner is not None:
+            arrivals.append((message, *_to_owner(communicator, message.owner, flattened(own, cast))))
             continue
-        if scattered and first.shards:
-            pieces = _by_pieces(communicator, whole.parts, parts, cast, bucket)
+        if scattered and message.is_sharded:
+            pieces = _by_pieces(communicator, whole.parts, message, own, cast, bucket)
             if pieces is not None:
                 arrivals.append((message, *pieces))
                 continue
-            arrived = pack(parts, shards, cast, places)
+            arrived = pack(message.params, own, shards, cast, places)
             if communicator.size > 1:
                 together.append((message, arrived))
                 continue
         else:
-            arrived = flattened([grad for _, grad in parts], cast)
-            work = None if communicator.size == 1 else communicator.all_reduce(arrived)
+            arrived = flattened(own, cast)
+            work = None if communicator.size == 1 else communicator.collectives.all_reduce(arrived)
         arrivals.append((message, arrived, work))
     mine = [torch.empty(s.numel() // communicator.size, dtype=s.dtype, device=s.device) for _, s in together]
-    works = communicator.reduce_scatter_many(mine, [sent for _, sent in together], whole.parts)
+    works = communicator.collectives.reduce_scatter_many(mine, [sent for _, sent in together], whole.parts)
     arrivals += [(message, shard, work) for (message, _), shard, work in zip(together, mine, works, strict=True)]
     return Reduction(bound, arrivals, scattered, communicator)
 
 
 def _to_owner(ranks: AxisCommunicator, owner: int, sent: torch.Tensor) -> tuple[torch.Tensor, AsyncWork | None]:
     """Where the average of what all ranks send arrives, empty on all but its owner, and the work that brings it."""
-    work = None if ranks.size == 1 else ranks.reduce_to(owner, sent)
+    work = None if ranks.size == 1 else ranks.collectives.reduce_to(owner, sent)
     return (sent if ranks.rank == owner else sent.new_empty(0)), work
 
 
 def _by_pieces(
     communicator: AxisCommunicator,
     primary: int,
-    parts: list[tuple[Param, torch.Tensor | None]],
+    message: Message,
+    grads: Sequence[torch.Tensor | None],
     dtype: torch.dtype | None,
     bucket: int | None,
 ) -> tuple[torch.Tensor, AsyncWork] | None:
@@ -673,10 +624,10 @@ def _by_pieces(
 
     `primary`: how many shards of the parameter that part has.
     """
-    size, (param, grad) = communicator.size, parts[0]
+    size, param, grad = communicator.size, message.params[0], grads[0]
     assert grad is not None, "messages hold parameters with gradients only"
     kind = dtype or grad.dtype
-    if bucket is None or len(parts) > 1 or param.padded_numel * kind.itemsize <= bucket or size == 1:
+    if bucket is None or len(grads) > 1 or message.numel * kind.itemsize <= bucket or size == 1:
         return None
     packed = param.padded_numel != param.numel or kind is not grad.dtype or not grad.is_contiguous()
     if not (staged := communicator.collectives.rows_staged(packed=packed)):
@@ -685,16 +636,12 @@ def _by_pieces(
     width = max(bucket // (staged * row * kind.itemsize), 1) * row
     arrived = torch.empty(primary * param.shard_numel, dtype=kind, device=grad.device)
     piece = functools.partial(piece_inside, param, grad, kind, size, packed=packed)
-    return arrived, communicator.reduce_scatter_by_pieces(arrived, piece, width)
+    return arrived, communicator.collectives.reduce_scatter_by_pieces(arrived, piece, width)
 
 
 def _land(work: AsyncWork, operation: str, unit: str, ranks: AxisCommunicator, payload: int, group: str = "") -> None:
     """Wait for a collective, and note when it flew; `group`: its axis, if that is not the one that shards."""
-    recorder, start = ranks.recorder, ranks.recorder.now()
-    work.wait()
-    waited = Span("wait", start, recorder.now())
-    sent = payload * (ranks.size - 1) // ranks.size
-    recorder.add_message(Message(operation, unit, sent, work.started, work.ended, waited, group))
+    ranks.recorder.land(work, operation, unit, payload * (ranks.size - 1) // ranks.size, group)
 
 
 OPERATIONS: Mapping[str, Callable[..., Any]] = {

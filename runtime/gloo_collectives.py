@@ -7,7 +7,6 @@ exchange fills. What arrives is waited for and summed on a thread of its own, be
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, TrafficMeter
+from zcompile.runtime.async_work import AsyncWork
 from zcompile.runtime.collectives import Collectives, Member, Piece, Shared
 from zcompile.runtime.low_precision import decode, encode, mean_of, padded_rows, parts_of
 from zcompile.runtime.waits import RankLost
-from zcompile.torch_internals.distributed import close_connections
 
 _TAG = 1 << 30
 """In the tags of all messages between ranks, to tell them from the user's own on the same group."""
@@ -37,6 +35,8 @@ _CACHED = 2**17
 Rows = Sequence[torch.Tensor]
 Works = list[tuple[int, dist.Work]]
 """Messages on their way, each with the rank of the group that it comes from or goes to."""
+_Flying = tuple[Works, Callable[[], None]]
+"""The messages of a piece, and what is done once they have arrived."""
 
 
 class GlooCollectives(Collectives):
@@ -46,11 +46,8 @@ class GlooCollectives(Collectives):
 
     def __init__(self, member: Member, gloo: Any) -> None:
         """`gloo`: the backend, of the member's group or one of its hosts alone."""
-        super().__init__(member)
+        super().__init__(member, gloo)
         self._gloo = gloo
-        self._progress = None
-        if member.size > 1:
-            self._progress = Progress(functools.partial(close_connections, gloo, member.rank, member.size))
         self._tag = _TAG
         self._tags = itertools.cycle(range(1, _MESSAGES))
 
@@ -62,8 +59,11 @@ class GlooCollectives(Collectives):
         self._tag = _TAG + (run % _RUNS) * _MESSAGES
         self._tags = itertools.cycle(range(1, _MESSAGES))
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, parts: int = 1) -> AsyncWork:
+    def _all_gather(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], parts: int) -> list[AsyncWork]:
         """To every rank, from every rank."""
+        return [self._gather(full, shard, parts) for full, shard in zip(fulls, shards, strict=True)]
+
+    def _gather(self, full: torch.Tensor, shard: torch.Tensor, parts: int) -> AsyncWork:
         works, own = Works(), list[tuple[torch.Tensor, torch.Tensor]]()
         for rows, part in zip(full.view(parts, self.size, -1), shard.view(parts, -1), strict=True):
             works += self._exchange([part] * self.size, list(rows))
@@ -77,12 +77,17 @@ class GlooCollectives(Collectives):
 
         return self._follow(arrive, "a gather")
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, parts: int = 1) -> AsyncWork:
+    def _reduce_scatter(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], parts: int
+    ) -> list[AsyncWork]:
         """Each rank gets the others' parts of its shard, and sums them in the order of ranks.
 
         The result does not depend on how gradients are packed into messages, and what is sent is half of what gloo's
         own would send.
         """
+        return [self._scatter(shard, full, parts) for shard, full in zip(shards, fulls, strict=True)]
+
+    def _scatter(self, shard: torch.Tensor, full: torch.Tensor, parts: int) -> AsyncWork:
         works, arriving = Works(), list[tuple[torch.Tensor, list[torch.Tensor]]]()
         for rows, part in zip(full.view(parts, self.size, -1), shard.view(parts, -1), strict=True):
             arriving.append((part, self._arriving(part, rows)))
@@ -95,7 +100,7 @@ class GlooCollectives(Collectives):
 
         return self._follow(arrive, "a reduction")
 
-    def reduce_scatter_in(self, wire: torch.dtype, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
+    def _reduce_scatter_in(self, wire: torch.dtype, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
         """An exchange of parts, all of them at once."""
         sent = encode(padded_rows(full.view(self.size, -1)), wire)
         arriving = torch.empty_like(sent)
@@ -112,40 +117,48 @@ class GlooCollectives(Collectives):
         """The parts of all others but one arrive beside."""
         return packed * self.size + self.size - 2
 
-    def reduce_scatter_by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
-        """All on the progress thread, each when the one before the last has arrived, message after message.
+    def _by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
+        tag = self._own_tag()
+
+        def start(begin: int) -> _Flying:
+            part = shard[begin : begin + width]
+            rows = piece(begin, begin + part.numel())
+            arriving = self._arriving(part, rows)
+            works = self._exchange(list(rows), arriving, tag, recorded=False)
+            return works, lambda: _average(part, arriving)
+
+        return self._in_pieces(map(start, range(0, shard.numel(), width)), "a reduction")
+
+    def _in_pieces(
+        self, pieces: Iterator[_Flying], what: str, *, begins: bool = False, last: Callable[[], None] = lambda: None
+    ) -> AsyncWork:
+        """Piece after piece on the progress thread, each when the one before the last has arrived.
 
         That thread's messages have a tag of their own, so that they do not meet those that this thread sends meanwhile.
-        """
-        tag, on_their_way = self._own_tag(), deque[tuple[Works, torch.Tensor, list[torch.Tensor]]]()
-        starts = iter(range(0, shard.numel(), width))
 
-        def start() -> None:
-            if (begin := next(starts, None)) is not None:
-                part = shard[begin : begin + width]
-                rows = piece(begin, begin + part.numel())
-                arriving = self._arriving(part, rows)
-                works = self._exchange(list(rows), arriving, tag, recorded=False)
-                on_their_way.append((works, part, arriving))
+        `begins`: the first piece is on its way when this returns, behind those of messages before it: a slow line has
+        no gap between messages.
+        """
+        on_their_way = deque[_Flying](itertools.islice(pieces, 1 if begins else 0))
 
         def arrive() -> None:
-            start()
-            start()
+            on_their_way.extend(itertools.islice(pieces, 2 - len(on_their_way)))
             while on_their_way:
-                works, part, arriving = on_their_way.popleft()
+                works, finish = on_their_way.popleft()
                 self._wait_all(works)
-                _average(part, arriving)
-                del works, part, arriving  # this piece is gone before the next one is made
-                start()
+                finish()
+                del works, finish  # this piece is gone before the next one is made
+                on_their_way.extend(itertools.islice(pieces, 1))
+            last()
 
-        return self._follow(arrive, "a reduction")
+        return self._follow(arrive, what)
 
     def _arriving(self, shard: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
         """Where each rank's part of `shard` is or arrives, in the order of ranks; one of them where the sum will be."""
         others = [shard, *torch.empty(self.size - 2, shard.numel(), dtype=shard.dtype)]
         return [*others[: self.rank], rows[self.rank], *others[self.rank :]]
 
-    def all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
+    def _all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
         """By exchanges: gloo's own has no tags, so that those of different runs could meet.
 
         It also ends the process if their sizes differ. Summed in the order of ranks, as a reduce_scatter is.
@@ -168,70 +181,43 @@ class GlooCollectives(Collectives):
         return self._follow(arrive, "an all_reduce")
 
     def _exchange_pair(self, flat: torch.Tensor) -> AsyncWork:
-        """Two ranks send each other all of a 1-D tensor: as many bytes as by parts, and nobody waits for an average.
+        """Two ranks send each other all of a 1-D tensor: as many bytes as by parts, and nobody waits for an average."""
+        tag, first = self._own_tag(), flat.data_ptr()
 
-        The first piece is on its way when this returns, behind those of messages before it: a slow line has no gap
-        between messages. The others follow on the progress thread, two at a time.
-        """
-        tag, on_their_way = self._own_tag(), deque[tuple[Works, list[torch.Tensor]]]()
-        left = iter(flat.split(max(_PIECE_BYTES // flat.itemsize, 1)))
+        def start(piece: torch.Tensor) -> _Flying:
+            rows = [piece, torch.empty_like(piece)][:: 1 if self.rank == 0 else -1]
+            works = self._exchange([piece, piece], rows, tag, recorded=piece.data_ptr() == first)
+            return works, lambda: _average(piece, rows)
 
-        def start(*, recorded: bool = False) -> None:
-            if (piece := next(left, None)) is not None:
-                rows = [piece, torch.empty_like(piece)][:: 1 if self.rank == 0 else -1]
-                on_their_way.append((self._exchange([piece, piece], rows, tag, recorded=recorded), rows))
-
-        def arrive() -> None:
-            start()
-            while on_their_way:
-                works, rows = on_their_way.popleft()
-                self._wait_all(works)
-                _average(rows[self.rank], rows)
-                del works, rows
-                start()
-
-        start(recorded=True)
-        return self._follow(arrive, "an all_reduce")
+        return self._in_pieces(map(start, _split(flat)), "an all_reduce", begins=True)
 
     def _exchange_whole(self, flat: torch.Tensor) -> AsyncWork:
         """Each rank averages its part of a 1-D tensor, piece by piece, and sends it to all others.
 
-        On the progress thread, as `reduce_scatter_by_pieces`. What has been sent of a part is written to with its
-        average only when it has left.
+        What has been sent of a part is written to with its average only when it has left.
         """
         scatter, gather = self._own_tag(), self._own_tag()
         bounds = [flat.numel() * rank // self.size for rank in range(self.size + 1)]
         parts = [flat[begin:end] for begin, end in itertools.pairwise(bounds)]
         width = max(_PIECE_BYTES // flat.itemsize, 1)
-        starts = iter(range(0, max(part.numel() for part in parts), width))
-        on_their_way = deque[tuple[Works, list[torch.Tensor], list[torch.Tensor]]]()
+        returning: Works = []
 
-        def start() -> None:
-            if (begin := next(starts, None)) is not None:
-                rows = [part[begin : begin + width] for part in parts]
-                arriving = [torch.empty_like(rows[self.rank]) for _ in rows]
-                works = self._exchange(rows, arriving, scatter, recorded=False)
-                on_their_way.append((works, rows, arriving))
+        def start(begin: int) -> _Flying:
+            rows = [part[begin : begin + width] for part in parts]
+            arriving = [torch.empty_like(rows[self.rank]) for _ in rows]
 
-        def arrive() -> None:
-            start()
-            start()
-            returning: Works = []
-            while on_their_way:
-                works, rows, arriving = on_their_way.popleft()
-                self._wait_all(works)
-                mean = arriving[self.rank]
-                arriving[self.rank] = rows[self.rank]
+            def finish() -> None:
+                mean, arriving[self.rank] = arriving[self.rank], rows[self.rank]
                 _average(mean, arriving)
                 rows[self.rank].copy_(mean)
-                returning += self._exchange([rows[self.rank]] * self.size, rows, gather, recorded=False)
-                del works, rows, arriving, mean
-                start()
-            self._wait_all(returning)
+                returning.extend(self._exchange([rows[self.rank]] * self.size, rows, gather, recorded=False))
 
-        return self._follow(arrive, "an all_reduce")
+            return self._exchange(rows, arriving, scatter, recorded=False), finish
 
-    def all_reduce_in(self, wire: torch.dtype, tensor: torch.Tensor) -> AsyncWork:
+        starts = range(0, max(part.numel() for part in parts), width)
+        return self._in_pieces(map(start, starts), "an all_reduce", last=lambda: self._wait_all(returning))
+
+    def _all_reduce_in(self, wire: torch.dtype, tensor: torch.Tensor) -> AsyncWork:
         """By exchanges of parts, then of their averages; between two ranks by one of all."""
         flat, back = tensor.view(-1), self._own_tag()
         sent = encode(parts_of(flat, self.size), wire)
@@ -252,7 +238,7 @@ class GlooCollectives(Collectives):
 
         return self._follow(arrive, "an all_reduce")
 
-    def broadcast_from(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+    def _broadcast(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
         """To every rank, from one."""
         flat = tensor.view(-1)
         mine, none = owner == self.rank, flat[:0]
@@ -260,36 +246,24 @@ class GlooCollectives(Collectives):
         works = self._exchange(sent, [flat if rank == owner and not mine else none for rank in range(self.size)])
         return self._follow(lambda: self._wait_all(works), "a gather")
 
-    def reduce_to(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
-        """To one rank, from every rank, piece by piece, two at a time: so much memory it takes of each rank.
-
-        The first piece is on its way when this returns, as of an all_reduce of two ranks.
-        """
+    def _reduce(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+        """To one rank, from every rank, piece by piece, two at a time: so much memory it takes of each rank."""
         flat, mine, tag = tensor.view(-1), owner == self.rank, self._own_tag()
-        on_their_way = deque[tuple[Works, torch.Tensor, list[torch.Tensor]]]()
-        left = iter(flat.split(max(_PIECE_BYTES // flat.itemsize, 1)))
+        first = flat.data_ptr()
 
-        def start(*, recorded: bool = False) -> None:
-            if (piece := next(left, None)) is not None:
-                arriving = [torch.empty_like(piece) if mine else piece[:0] for _ in range(self.size)]
-                sent = [piece if rank == owner else piece[:0] for rank in range(self.size)]
-                on_their_way.append((self._exchange(sent, arriving, tag, recorded=recorded), piece, arriving))
+        def start(piece: torch.Tensor) -> _Flying:
+            arriving = [torch.empty_like(piece) if mine else piece[:0] for _ in range(self.size)]
+            sent = [piece if rank == owner else piece[:0] for rank in range(self.size)]
 
-        def arrive() -> None:
-            start()
-            while on_their_way:
-                works, piece, arriving = on_their_way.popleft()
-                self._wait_all(works)
+            def finish() -> None:
                 if mine:
                     mean, arriving[owner] = arriving[owner], piece
                     _average(mean, arriving)
                     piece.copy_(mean)
-                    del mean
-                del works, piece, arriving
-                start()
 
-        start(recorded=True)
-        return self._follow(arrive, "a reduction")
+            return self._exchange(sent, arriving, tag, recorded=piece.data_ptr() == first), finish
+
+        return self._in_pieces(map(start, _split(flat)), "a reduction", begins=True)
 
     def _own_tag(self) -> int:
         """A tag for what the progress thread sends of one message."""
@@ -355,10 +329,11 @@ class GlooCollectives(Collectives):
         """The largest of all ranks' integer `flags`, element by element, in place."""
         self._exchange_small(flags.view(-1), _largest).wait()
 
-    def _follow(self, arrive: Callable[[], None], what: str, *, metered: bool = True) -> HostWork:
-        traffic = self.member.traffic if metered else TrafficMeter()
-        assert self._progress is not None, "a rank alone sends nothing"
-        return self._progress.follow(HostWork(arrive, traffic, self.member.waits, what))
+
+def _split(flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A 1-D tensor in pieces."""
+    pieces: Sequence[torch.Tensor] = flat.split(max(_PIECE_BYTES // flat.itemsize, 1))
+    return pieces
 
 
 def _average(average: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:

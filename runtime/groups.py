@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zcompile.errors import GroupError
 from zcompile.ir.axis import DATA, Axis, AxisKind
 from zcompile.ir.layout import Hybrid
-from zcompile.ir.wire import average_payload, padded_to_blocks, wire_bytes
-from zcompile.runtime.async_work import AsyncWork, TrafficMeter
+from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.backend_collectives import BackendCollectives
-from zcompile.runtime.collectives import Collectives, Member, Piece
+from zcompile.runtime.collectives import Collectives, Member
 from zcompile.runtime.device import HOST, NCCL, backend_of, gpu_count, gpu_kind, is_host, own_device
 from zcompile.runtime.gloo_collectives import GlooCollectives
 from zcompile.runtime.recorder import Recorder
@@ -27,7 +25,7 @@ from zcompile.torch_internals.dtensor import flattened, forget_meshes, root_mesh
 
 
 class AxisCommunicator:
-    """Collectives over one dimension of a mesh, asynchronous, averaged where they reduce, metered.
+    """The ranks along one dimension of a mesh, and what they do together.
 
     Args:
         mesh: Of one dimension.
@@ -36,7 +34,6 @@ class AxisCommunicator:
     """
 
     collectives: Collectives
-    """What is not metered here."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, whole: Communicator | None = None) -> None:
         self.device, self.group = device, mesh.get_group()
@@ -47,7 +44,8 @@ class AxisCommunicator:
         self.traffic: TrafficMeter = TrafficMeter() if whole is None else whole.traffic
         self.recorder: Recorder = Recorder() if whole is None else whole.recorder
         self._backend = _backend(self.group, device)
-        self._member = Member(self.group, device, self.rank, self.size, self.traffic, self.waits, self.recorder)
+        own = self.group, device, self.rank, self.size
+        self._member = Member(*own, self.traffic, self.waits, self.recorder, self.axis)
         if self._is_of_hosts:
             self.collectives = GlooCollectives(self._member, gloo_of(self.group))
         else:
@@ -57,55 +55,6 @@ class AxisCommunicator:
     def _is_of_hosts(self) -> bool:
         return self._backend == backend_of(HOST) and is_host(self.device)
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
-        """Gather equal 1-D shards of every rank into `full`, [size * shard.numel()]; `shard` may be its place there."""
-        self._count(full.nbytes)
-        return self.collectives.all_gather(full, shard)
-
-    def all_gather_many(
-        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], parts: int = 1
-    ) -> list[AsyncWork]:
-        """`Collectives.all_gather` of each of several, which may go as one."""
-        for full in fulls:
-            self._count(full.nbytes, parts)
-        return self.collectives.all_gather_many(fulls, shards, parts)
-
-    def reduce_scatter_many(
-        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], parts: int = 1
-    ) -> list[AsyncWork]:
-        """`Collectives.reduce_scatter` of each of several, which may go as one."""
-        for full in fulls:
-            self._count(full.nbytes, parts)
-        return self.collectives.reduce_scatter_many(shards, fulls, parts)
-
-    def reduce_scatter_in(self, wire: torch.dtype, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
-        """`reduce_scatter` of what travels as `wire`."""
-        self._count(self.size * wire_bytes(padded_to_blocks(full.numel() // self.size), wire))
-        return self.collectives.reduce_scatter_in(wire, shard, full)
-
-    def reduce_scatter_by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
-        """`reduce_scatter` of what `piece` gives, at most `width` elements of each rank's shard at a time."""
-        self._count(shard.nbytes * self.size)
-        return self.collectives.reduce_scatter_by_pieces(shard, piece, width)
-
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> AsyncWork:
-        """Average a contiguous `tensor` over the ranks in place; it travels as `wire`, if not as it is."""
-        if wire is None or wire is tensor.dtype:
-            self._count(2 * tensor.nbytes)
-            return self.collectives.all_reduce(tensor)
-        self._count(average_payload(tensor.numel(), self.size, wire))
-        return self.collectives.all_reduce_in(wire, tensor)
-
-    def broadcast_from(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
-        """Give all ranks the contiguous `tensor` of rank `owner`, in place."""
-        self._count(tensor.nbytes)
-        return self.collectives.broadcast_from(owner, tensor)
-
-    def reduce_to(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
-        """Average a contiguous `tensor` over the ranks, in place on rank `owner`; to the others it is lost."""
-        self._count(tensor.nbytes)
-        return self.collectives.reduce_to(owner, tensor)
-
     def stamp(self, run: int) -> None:
         """What is sent from now on belongs to the run with this number, where messages can tell."""
         self.collectives.stamp(run)
@@ -113,11 +62,6 @@ class AxisCommunicator:
     def order_all(self) -> None:
         """Whatever was begun and not waited for ends before what the current stream does from here on."""
         self.collectives.order_all()
-
-    def _count(self, payload: int, messages: int = 1) -> None:
-        axis = self.traffic.along(self.axis, self.size)
-        axis.payload += payload
-        axis.messages += messages
 
 
 class Communicator(AxisCommunicator):
@@ -169,13 +113,9 @@ class Communicator(AxisCommunicator):
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Give every rank the values of the mesh's rank `source`, in place; any device, strides and dtype."""
-        if self.size == 1 or tensor.numel() == 0:
-            return
-        sent = tensor.to(self.device).contiguous()
-        with self.waits.explained(f"a broadcast of the values of rank {self.waits.ranks[source]}"):
-            dist.broadcast(sent.view(-1).view(torch.uint8), group=self.group, group_src=source)  # gloo knows few dtypes
-        if sent.data_ptr() != tensor.data_ptr() and not torch.equal(sent.to(tensor.device), tensor):
-            tensor.copy_(sent)
+        if self.size > 1:
+            what = f"a broadcast of the values of rank {self.waits.ranks[source]}"
+            broadcast(tensor, self.device, self.group, source, self.waits, what)
 
     def any_rank(self, flags: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' integer `flags` on the host, element by element, in place.
@@ -209,6 +149,19 @@ class Communicator(AxisCommunicator):
     @property
     def _parts(self) -> list[AxisCommunicator]:
         return [part for part in (self._inside, self.outside) if part is not None]
+
+
+def broadcast(
+    tensor: torch.Tensor, device: torch.device, group: dist.ProcessGroup, source: int, waits: Waits, what: str
+) -> None:
+    """Give every rank of a group the values of one, in place; `device`: where its collectives run."""
+    if tensor.numel() == 0:
+        return
+    sent = tensor.to(device).contiguous()
+    with waits.explained(what):
+        dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=source)  # gloo knows few dtypes
+    if sent.data_ptr() != tensor.data_ptr() and not torch.equal(sent.to(tensor.device), tensor):
+        tensor.copy_(sent)
 
 
 def connected_hosts(name: str, group: dist.ProcessGroup, device: torch.device) -> Any:

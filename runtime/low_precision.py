@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zcompile.ir.wire import BLOCK, padded_to_blocks, part_numel, wire_bytes
+from zcompile.ir.layout import BLOCK, padded_to_blocks, part_numel, wire_bytes
 
 
 def encode(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:

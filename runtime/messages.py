@@ -7,6 +7,7 @@ needs no copy, where it divides evenly and is not cast. What one rank owns lies 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -81,7 +82,7 @@ def piece_of(
     return rows.view(len(ranks), -1)
 
 
-def flattened(grads: list[torch.Tensor | None], dtype: torch.dtype | None) -> torch.Tensor:
+def flattened(grads: Sequence[torch.Tensor | None], dtype: torch.dtype | None) -> torch.Tensor:
     """Gradients end to end, 1-D; a single contiguous one of the right dtype as it is."""
     flat = [grad.reshape(-1).to(dtype or grad.dtype) for grad in grads if grad is not None]
     # Flattened, a number that was expanded is one still: nothing can be sent of it, or added to it.
@@ -89,26 +90,27 @@ def flattened(grads: list[torch.Tensor | None], dtype: torch.dtype | None) -> to
 
 
 def pack(
-    parts: list[tuple[Param, torch.Tensor | None]], size: int, dtype: torch.dtype | None, places: Places
+    params: Sequence[Param],
+    grads: Sequence[torch.Tensor | None],
+    size: int,
+    dtype: torch.dtype | None,
+    places: Places,
 ) -> torch.Tensor:
     """Gradients as reduce_scatter sends them: for each rank the padded shards of all parameters, [size, total] flat.
 
     A single gradient that divides evenly and needs no cast is sent as it is, unless it is a number that was expanded.
     """
-    (param, grad), *more = parts
-    if not more and grad is not None and param.padded_numel == param.numel and dtype in (None, grad.dtype):
-        return grad.reshape(-1).contiguous()
-    total = sum(param.shard_numel for param, _ in parts)
-    first = parts[0][1]
-    assert first is not None, "messages hold parameters with gradients only"
+    given = [grad for grad in grads if grad is not None]
+    first = given[0]
+    if len(given) == 1 and params[0].padded_numel == params[0].numel and dtype in (None, first.dtype):
+        return first.reshape(-1).contiguous()
+    total = sum([param.shard_numel for param in params])
     packed = places.empty(size * total, dtype or first.dtype).view(size, total)
-    grads = [grad for _, grad in parts if grad is not None]
-    if is_gpu(packed.device) and all((grad.dtype, packed.dtype) in _PACKED_AT_ONCE for grad in grads):
-        chunk_cat(grads, size, packed)
+    if is_gpu(packed.device) and all((grad.dtype, packed.dtype) in _PACKED_AT_ONCE for grad in given):
+        chunk_cat(given, size, packed)
         return packed.view(-1)
     offset = 0
-    for param, grad in parts:
-        assert grad is not None, "messages hold parameters with gradients only"
+    for param, grad in zip(params, given, strict=True):
         _copy_rows(packed[:, offset : offset + param.shard_numel], grad.reshape(-1))
         offset += param.shard_numel
     return packed.view(-1)
@@ -131,7 +133,7 @@ def _copy_rows(target: torch.Tensor, flat: torch.Tensor) -> None:
         target[whole, :rest].copy_(flat[whole * width :])
 
 
-def unpack(arrived: torch.Tensor, params: list[Param], places: Places | None) -> list[torch.Tensor]:
+def unpack(arrived: torch.Tensor, params: Sequence[Param], places: Places | None) -> list[torch.Tensor]:
     """Full parameters out of a gathered message: one is a view of it, several are copied apart."""
     if len(params) == 1:
         return [arrived[: params[0].numel].view(params[0].shape)]

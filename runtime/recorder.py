@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from zcompile.runtime.async_work import AsyncWork
 from zcompile.runtime.device import timed_event
 from zcompile.torch_internals.autograd import profiler_runs
 
@@ -73,7 +74,7 @@ class RecordedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class RecordedMessage:
     """A collective, from its launch until it was waited for."""
 
     operation: str
@@ -103,7 +104,7 @@ class StepRecord:
     """True if programs were traced and compiled in it."""
     calls: int = 0
     runs: list[RecordedRun] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
+    messages: list[RecordedMessage] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     end: Moment | None = None
     """None while it goes on."""
@@ -198,9 +199,12 @@ class Recorder:
         yield
         self._step.spans.append(Span(name, start, self.now()))
 
-    def add_message(self, message: Message) -> None:
-        """Note a collective that has been waited for."""
-        self._step.messages.append(message)
+    def land(self, work: AsyncWork, operation: str, unit: str, sent: int, group: str = "") -> None:
+        """Wait for a message of which this rank has `sent` so many bytes, and note it; `group`: as noted."""
+        start = self.now()
+        work.wait()
+        waited = Span("wait", start, self.now())
+        self._step.messages.append(RecordedMessage(operation, unit, sent, work.started, work.ended, waited, group))
 
     def add_run(self, run: RecordedRun) -> None:
         """Note a program that has run."""

@@ -8,7 +8,10 @@ tail of the gathered parameter, so that the full parameter is a contiguous view 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +21,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from zcompile.ir.layout import Param, Unit
+from zcompile.ir.layout import Message, Param, Unit
+from zcompile.runtime.async_work import AsyncWork
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.low_precision import as_sent, encode_shards
-from zcompile.runtime.shard_memory import ShardMemory, aligned_end
 from zcompile.runtime.tensors.explained import explain, laid_out_like
 from zcompile.runtime.tensors.parameter import ShardedParameter, sharded
 from zcompile.runtime.tensors.placement import ModelParallel, Placing, along
@@ -61,9 +64,9 @@ class Secondary:
     """What a rank has of a unit inside: the primary shards of the ranks at its place outside, itself included."""
 
     memory: torch.Tensor
-    """All of it, uint8 [n]: see `zcompile.ir.wire`."""
-    messages: list[tuple[list[Param], torch.Tensor]]
-    """Parameters that travel together, and what is there of them, 1-D, in the dtype in which it is sent."""
+    """All of it, uint8 [n]: see `zcompile.ir.layout`."""
+    messages: list[tuple[Message, torch.Tensor]]
+    """What is there of each message, 1-D."""
     writes: int = 0
     """What `UnitShards.writes` said when it was gathered."""
     stream: int = 0
@@ -118,7 +121,8 @@ class UnitShards:
         value, mesh = local_tensor(source), self.communicator.dividing_mesh
         self.communicator.broadcast(value)
         self._placings[param.name] = along(param, mesh) if parallel is None else parallel.sharded(param, source)
-        return self._adopt(param, self._distributed(param, value))
+        start, stop = param.shard_rows(self.communicator.dividing.rank)
+        return self._adopt(param, self._placed(param, value[start:stop] if param.shards else value))
 
     def adopt_plain(self, param: Param, source: nn.Parameter, parallel: ModelParallel | None = None) -> nn.Parameter:
         """Take the user's own parameter, as stage 0 does, with the values of the mesh's first rank. Collective."""
@@ -157,10 +161,6 @@ class UnitShards:
                 old.data = new.data
             self._adopt(param, old)
 
-    def _distributed(self, param: Param, value: torch.Tensor) -> nn.Parameter:
-        start, stop = param.shard_rows(self.communicator.dividing.rank)
-        return self._placed(param, value[start:stop] if param.shards else value)
-
     def _placed(self, param: Param, mine: torch.Tensor) -> nn.Parameter:
         """A parameter in this unit's memory, with the values of `mine`, this rank's part of it."""
         if param.shards:
@@ -195,7 +195,7 @@ class UnitShards:
         offset = self.offsets[param.name]
         return self.buffers[param.dtype][offset : offset + param.kept_numel(self.communicator.dividing.rank)]
 
-    def wire(self, params: list[Param]) -> torch.Tensor:
+    def wire(self, params: Sequence[Param]) -> torch.Tensor:
         """The padded shards of `params` end to end: as they lie where they are neighbours, else a copy."""
         first, last, rank = params[0], params[-1], self.communicator.dividing.rank
         start, stop = self.offsets[first.name], self.offsets[last.name] + last.kept_numel(rank)
@@ -203,12 +203,14 @@ class UnitShards:
             return self.buffers[first.dtype][start:stop]
         return torch.cat([self.padded_shard(param) for param in params])
 
-    def encoded(self, params: list[Param], wire: torch.dtype) -> torch.Tensor:
-        """What `wire(params)` gives, on the device, encoded in `wire`."""
-        flat = self.wire(params).to(self.communicator.device, non_blocking=True)
-        return encode_shards(flat, [param.shard_numel for param in params], wire)
+    def sent(self, message: Message) -> torch.Tensor:
+        """What is sent of a message outside; what travels in fewer bits is encoded on the device."""
+        if message.wire is None:
+            return self.wire(message.params)
+        flat = self.wire(message.params).to(self.communicator.device, non_blocking=True)
+        return encode_shards(flat, message.shard_numels, message.wire)
 
-    def as_gathered(self, params: list[Param], dtype: torch.dtype) -> torch.Tensor:
+    def as_gathered(self, params: Sequence[Param], dtype: torch.dtype) -> torch.Tensor:
         """What `wire(params)` gives, on the device, as it is once it has been gathered in `dtype`."""
         if (wire := params[0].outer_gather_dtype) is None:
             return self.wire(params).to(self.communicator.device, dtype, non_blocking=True)
@@ -360,11 +362,12 @@ class UnitShards:
         for secondary in self.secondary.values():
             assert self.communicator.outside is not None, "they are gathered along the outer axis"
             place, parts = self.communicator.outside.rank, self.communicator.parts
-            for params, sent in secondary.messages:
-                result.append(torch.ne(sent.view(parts, -1)[place], self.as_gathered(params, sent.dtype)).any())
+            for message, sent in secondary.messages:
+                result.append(torch.ne(sent.view(parts, -1)[place], self.as_gathered(message.params, sent.dtype)).any())
         for gather in self.ahead.values():
             result += [
-                torch.ne(sent, self.wire(params).to(sent, non_blocking=True)).any() for params, sent in gather.sent
+                torch.ne(sent, self.wire(message.params).to(sent, non_blocking=True)).any()
+                for message, sent in gather.sent
             ]
         return torch.stack(result).any().to(torch.int32)
 
@@ -399,3 +402,157 @@ def _sizes(unit: Unit, rank: int) -> tuple[dict[torch.dtype, int], dict[str, int
             offsets[param.name] = start
             sizes[param.dtype] = start + param.kept_numel(rank)
     return sizes, offsets
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class ShardMemory:
+    """Memory of the model's device, from which collectives send. Other memory is a class of its own.
+
+    Args:
+        device: Where shards are, and gradients and optimizer state beside them.
+    """
+
+    is_away = False
+    """True if collectives cannot send from it: a gather copies the shard to the device first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def zeros(self, unit: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor of zeros for shards of `unit`."""
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def own(self, value: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy of `value`, which is not sharded."""
+        return value.to(self.device, copy=True, memory_format=torch.contiguous_format)
+
+    def before(self, unit: str) -> None:
+        """A gather of `unit` is about to start."""
+
+    def sending(self) -> contextlib.AbstractContextManager[object]:
+        """What a gather copies and launches for a message runs within this."""
+        return contextlib.nullcontext()
+
+    def copied(self, arrived: torch.Tensor) -> AsyncWork | None:
+        """The work of a message that was only copied, to `arrived`; None where the current stream copied it."""
+        return None
+
+    def home(self, gradient: torch.Tensor) -> torch.Tensor:
+        """`gradient` where its shard is. The host may read it once `landed` has returned."""
+        return gradient
+
+    def landed(self) -> None:
+        """Return when gradients that went home are there."""
+
+    def settle(self) -> None:
+        """Return when no copy is on its way: the host may read gradients and write to shards."""
+
+
+class Reserved(ShardMemory):
+    """Memory that was set aside before any shard was made, so that what can fail has failed by then.
+
+    Args:
+        device: Where it is.
+        room: Bytes of each unit, uint8, as many as `runtime.shards.shard_bytes` says, zeros.
+    """
+
+    def __init__(self, device: torch.device, room: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(device)
+        self._room = room
+        self._taken = dict.fromkeys(room, 0)
+
+    def zeros(self, unit: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if not numel:
+            return torch.zeros(0, dtype=dtype, device=self.device)
+        start = self._taken[unit]
+        self._taken[unit] = aligned_end(start, numel * dtype.itemsize)
+        return self._room[unit][start : start + numel * dtype.itemsize].view(dtype)
+
+
+def aligned_end(offset: int, nbytes: int) -> int:
+    """Where the next tensor begins behind one of `nbytes` at `offset`."""
+    return offset + -(-nbytes // 64) * 64
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+class Freshness:
+    """Marks kept copies that a step has outdated, and drops those that a write has, on all ranks alike.
+
+    An optimizer step says that it has changed parameters. Where none came in between (gradient accumulation,
+    evaluation, the next train step), a parameter says whether it may have been written to: by version counters, by
+    operations that these do not show, or by anybody who has taken its `.data`, or has what `state_dict` gives. Ranks
+    tell each other with the run, and if one of them has such a parameter, all compare what they keep with their shards
+    and agree on the result: no rank gathers alone.
+    """
+
+    def __init__(self, units: Mapping[str, UnitShards], communicator: Communicator) -> None:
+        self.units = units
+        self.communicator = communicator
+        self.steps = 0
+        """Optimizer steps that changed these parameters."""
+        self.idle = 0
+        """Steps that have found no gradient."""
+        self._steps_seen = 0
+        self._given: list[weakref.ref[torch.Tensor]] = []
+        """What shows the memory of shards to others, who may write to it; no counter of a parameter tells of that."""
+
+    def give(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that somebody has `tensors`, which show the memory of shards, and may write to them."""
+        self._given += map(weakref.ref, tensors)
+
+    def _prune(self) -> None:
+        self._given = [given for given in self._given if given() is not None]
+
+    def step(self, *, idle: bool = False) -> None:
+        """An optimizer has stepped parameters of these units; `idle`: it has found no gradient."""
+        self.steps += 1
+        self.idle += idle
+
+    @contextlib.contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Whatever optimizers do within is one step on all ranks, of which each has parameters of other optimizers."""
+        before = self.steps, self.idle
+        try:
+            yield
+        finally:
+            self.steps, self.idle = before[0] + 1, before[1]
+
+    def drop_stale_copies(self) -> bool:
+        """Leave no copy as current that a step has outdated; returns whether any that is left may differ.
+
+        What was gathered ahead was so after the step. A step is taken to be every rank's, without asking: `Lockstep`
+        compares their number with that of the run.
+        """
+        stepped, self._steps_seen = self.steps != self._steps_seen, self.steps
+        if stepped:
+            for unit in self.units.values():
+                if any(param.requires_grad for param in unit.parameters.values()):
+                    unit.drop_stale_copy()
+        if not self.has_current:
+            self._prune()  # what was written so far will be gathered
+            return False
+        return bool(self._given) or any(unit.may_differ for unit in self.units.values())
+
+    @property
+    def has_current(self) -> bool:
+        """True if there are copies that no step has outdated: on every rank, or on none."""
+        return any(unit.has_current for unit in self.units.values())
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Drop copies that differ from the shard on any rank. Collective.
+
+        Their memory is not used again: autograd may not know of the write, so a backward that is still to come reads
+        them.
+        """
+        kept = [unit for unit in self.units.values() if unit.has_current]
+        differ = self.communicator.any_rank(torch.stack([unit.copies_differ() for unit in kept]).cpu())
+        for unit in itertools.compress(kept, differ.tolist()):
+            unit.drop_copies()
+        for unit in kept:
+            unit.compared()
+        self._prune()

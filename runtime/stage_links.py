@@ -25,8 +25,7 @@ from zcompile.ir.tensor_type import TensorType
 from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, StreamWork
 from zcompile.runtime.device import HOST, backend_of, is_host
 from zcompile.runtime.gloo_collectives import of_rank
-from zcompile.runtime.groups import Communicator, connected_hosts
-from zcompile.runtime.recorder import Message, Span
+from zcompile.runtime.groups import Communicator, broadcast, connected_hosts
 from zcompile.runtime.waits import Waits
 from zcompile.torch_internals.distributed import backend_name, close_connections, gloo_of, is_fake
 
@@ -106,13 +105,9 @@ class StageLinks:
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank along the axis the values of the first, in place; any device, strides and dtype."""
-        if self.size == 1 or tensor.numel() == 0:
-            return
-        sent = tensor.to(self.device).contiguous()
-        with self.waits.explained("the values of the first pipeline stage's rank"):
-            dist.broadcast(sent.view(-1).view(torch.uint8), group=self.group, group_src=0)
-        if sent.data_ptr() != tensor.data_ptr():
-            tensor.copy_(sent)
+        if self.size > 1:
+            what = "the values of the first pipeline stage's rank"
+            broadcast(tensor, self.device, self.group, 0, self.waits, what)
 
     def order_all(self) -> None:
         """Whatever was begun and not waited for ends before what the current stream does from here on.
@@ -190,12 +185,7 @@ class _Message:
 
     def _end(self, sent: int) -> None:
         """Return when it has arrived; `sent` bytes are noted as those that this rank has sent."""
-        recorder = self._links.recorder
-        start = recorder.now()
-        self._work.wait()
-        span = Span("wait", start, recorder.now())
-        started, ended = self._work.started, self._work.ended
-        recorder.add_message(Message(self._operation, "", sent, started, ended, span, self._links.axis))
+        self._links.recorder.land(self._work, self._operation, "", sent, self._links.axis)
 
 
 class Sending(_Message):

@@ -23,7 +23,7 @@ from zcompile.ir.layout import Unit
 from zcompile.runtime import shards
 from zcompile.runtime.arena import Arenas
 from zcompile.runtime.async_work import AsyncWork, TrafficMeter
-from zcompile.runtime.collectives import Collectives, Piece
+from zcompile.runtime.collectives import Collectives, Member, Piece
 from zcompile.runtime.executor import (
     BoundUnit,
     Full,
@@ -99,8 +99,9 @@ class LocalCollectives(Collectives):
 
     separates = True
 
-    def __init__(self, switch: Switch, rank: int) -> None:
-        self.switch, self.rank, self.size = switch, rank, switch.size
+    def __init__(self, switch: Switch, member: Member) -> None:
+        super().__init__(member)
+        self.switch = switch
 
     def stamp(self, run: int) -> None: ...
 
@@ -112,7 +113,10 @@ class LocalCollectives(Collectives):
     def _sends(self, rows: Sequence[torch.Tensor]) -> None:
         self.switch.sent += [(self.rank, to, row.clone()) for to, row in enumerate(rows)]
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, parts: int = 1) -> AsyncWork:
+    def _all_gather(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], parts: int) -> list[AsyncWork]:
+        return [self._gather(full, shard, parts) for full, shard in zip(fulls, shards, strict=True)]
+
+    def _gather(self, full: torch.Tensor, shard: torch.Tensor, parts: int) -> AsyncWork:
         check_sizes(full, shard, self.size)
         self._sends([shard] * self.size)
 
@@ -123,20 +127,25 @@ class LocalCollectives(Collectives):
 
         return self._join(shard, arrive)
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, parts: int = 1) -> AsyncWork:
+    def _reduce_scatter(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], parts: int
+    ) -> list[AsyncWork]:
+        return [self._scatter(shard, full, parts) for shard, full in zip(shards, fulls, strict=True)]
+
+    def _scatter(self, shard: torch.Tensor, full: torch.Tensor, parts: int) -> AsyncWork:
         check_sizes(full, shard, self.size)
         sent = [torch.cat([part.chunk(self.size)[to] for part in full.chunk(parts)]) for to in range(self.size)]
         self._sends(sent if full.numel() else [full] * self.size)
         return self._join(sent, lambda all_: shard.copy_(mean([one[self.rank] for one in all_])))
 
-    def reduce_scatter_in(self, wire: torch.dtype, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
+    def _reduce_scatter_in(self, wire: torch.dtype, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
         raise NotImplementedError
 
     def rows_staged(self, *, packed: bool) -> int:
         """As gloo's."""
         return packed * self.size + self.size - 2
 
-    def reduce_scatter_by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
+    def _by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
         bounds = [(begin, min(begin + width, shard.numel())) for begin in range(0, shard.numel(), width)]
         pieces = [piece(*bound) for bound in bounds]
         for one, (begin, end) in zip(pieces, bounds, strict=True):
@@ -149,19 +158,19 @@ class LocalCollectives(Collectives):
 
         return self._join(pieces, arrive)
 
-    def all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
+    def _all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
         assert tensor.is_contiguous()
         return self._join(tensor, lambda all_: tensor.copy_(mean(all_)))
 
-    def all_reduce_in(self, wire: torch.dtype, tensor: torch.Tensor) -> AsyncWork:
+    def _all_reduce_in(self, wire: torch.dtype, tensor: torch.Tensor) -> AsyncWork:
         raise NotImplementedError
 
-    def broadcast_from(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+    def _broadcast(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
         mine = self.rank == owner
         self._sends([tensor if mine else tensor[:0]] * self.size)
         return self._join(tensor if mine else None, lambda all_: tensor.copy_(all_[owner]))
 
-    def reduce_to(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+    def _reduce(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
         self._sends([tensor if rank == owner else tensor[:0] for rank in range(self.size)])
 
         def arrive(all_: list[torch.Tensor]) -> None:
@@ -194,9 +203,10 @@ class LocalAxis(AxisCommunicator):
 
     def __init__(self, switch: Switch, rank: int, axis: str) -> None:
         self.switch, self.size, self.rank, self.device, self.axis = switch, switch.size, rank, CPU, axis
-        self.collectives = LocalCollectives(switch, rank)
         self.traffic, self.recorder, self.is_fake = TrafficMeter(), Recorder(), False
         self.waits = LocalWaits()  # type: ignore[assignment]
+        member = Member(None, CPU, rank, switch.size, self.traffic, self.waits, axis=axis)  # type: ignore[arg-type]
+        self.collectives = LocalCollectives(switch, member)
 
 
 class LocalCommunicator(LocalAxis, Communicator):

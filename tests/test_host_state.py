@@ -13,7 +13,7 @@ import zcompile
 from tests.models import batch, make
 from tests.test_train_step import OPTIMIZERS, grouped
 from tests.threads import Threads
-from zcompile.runtime.offload.optimizer_host import HostState
+from zcompile.runtime.offload.optimizer_states import HostState
 from zcompile.torch_internals.dtensor import local_tensor
 
 

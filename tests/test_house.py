@@ -87,7 +87,7 @@ LINES = {
     "zcompile/tools": 4_700,
     "zcompile/torch_internals": 1_370,
     "passes": 4_330,
-    "runtime": 8_780,
+    "runtime": 8_620,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
 MOST_LINES = 49_980
@@ -210,7 +210,6 @@ def test_runtime_knows_no_programs() -> None:
         "zcompile.ir.axis",
         "zcompile.ir.layout",
         "zcompile.ir.packing",
-        "zcompile.ir.wire",
         "zcompile.ir.tensor_type",
     }
     found = [file for file, tree in trees("runtime") if any(dotted(node) == "torch.fx" for node in ast.walk(tree))]

@@ -52,7 +52,7 @@ from zcompile.runtime.groups import Communicator
 from zcompile.runtime.offload.activation_storage import DeviceStorage, ShardStorage
 from zcompile.runtime.offloaded_activations import OffloadedActivations
 from zcompile.runtime.shards import UnitShards
-from zcompile.runtime.tensors.parts import part_of
+from zcompile.runtime.tensors.owned import part_of
 from zcompile.runtime.tensors.placement import ModelParallel
 from zcompile.torch_internals.dtensor import local_tensor
 

@@ -24,10 +24,10 @@ from tests.rounding import EACH, rounded
 from tests.test_hybrid import STEPS, Shape, Values, adamw, mean, mesh_of, train
 from tests.threads import Threads
 from zcompile import OptionError, PipelineError, ProgramError
+from zcompile.ir.layout import padded_to_blocks, wire_bytes
 from zcompile.ir.operation import data
 from zcompile.ir.ops import ReduceOutside
-from zcompile.ir.wire import padded_to_blocks, wire_bytes
-from zcompile.runtime.groups import AxisCommunicator, Communicator
+from zcompile.runtime.groups import Communicator
 from zcompile.runtime.low_precision import decode, encode
 
 WIRES = (torch.bfloat16, torch.int8)
@@ -68,7 +68,7 @@ def averaged(rank: int, wire: torch.dtype, numel: int) -> tuple[torch.Tensor, in
     communicator = Communicator(init_device_mesh("cpu", (torch.distributed.get_world_size(),)), torch.device("cpu"))
     values = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
     before = communicator.traffic.payload
-    AxisCommunicator.all_reduce(communicator, values, wire).wait()
+    communicator.collectives.all_reduce(values, wire).wait()
     return values, communicator.traffic.payload - before
 
 

@@ -32,11 +32,10 @@ from tests.threads import Threads
 from zcompile import OptionError, ProgramError, ProofError, facts
 from zcompile.cost.memory import live_bytes
 from zcompile.ir.axis import axes_of
-from zcompile.ir.layout import STAGES, Hybrid, Layout, Param
+from zcompile.ir.layout import STAGES, Hybrid, Layout, Param, padded_to_blocks, shard_wire_bytes, wire_bytes
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import GatherOutside, WaitSecondary
 from zcompile.ir.tensor_type import human_bytes
-from zcompile.ir.wire import padded_to_blocks, shard_wire_bytes, wire_bytes
 from zcompile.model.units import Precision, make_layout
 from zcompile.proof.checker import prove
 from zcompile.proof.checker_texts import CAPTURE, FORWARD

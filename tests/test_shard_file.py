@@ -64,7 +64,7 @@ def test_a_train_step_keeps_state_and_parameters_in_files(tmp_path: Path) -> Non
 def test_what_comes_next_is_read_before_its_gather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, asked = ShardFile(tmp_path, {"a": 10, "b": 5000, "c": 10, "d": 10}), list[int]()
     monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, *rest: asked.append(offset))
-    monkeypatch.setattr(file._reader, "submit", lambda function, *args: function(*args))
+    monkeypatch.setattr(file._file._reader, "submit", lambda function, *args: function(*args))
     page = os.sysconf("SC_PAGESIZE")
     start = {"a": 0, "b": page, "c": 3 * page, "d": 4 * page}
     for unit in "abcdcba":  # forward and backward

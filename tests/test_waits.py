@@ -243,7 +243,7 @@ def exchange(rank: int, world: int, numel: int) -> bool:
     communicator = Communicator(init_device_mesh("cpu", (world,)), torch.device("cpu"))
     values = [torch.randn(numel, generator=torch.Generator().manual_seed(other)) for other in range(world)]
     mine = values[rank].clone()
-    communicator.all_reduce(mine).wait()
+    communicator.collectives.all_reduce(mine).wait()
     wanted = values[0].clone()
     for other in values[1:]:
         wanted += other

@@ -29,7 +29,7 @@ from zcompile.model.own_dtype import OwnDtype
 from zcompile.model.sharding import Retired, Site
 from zcompile.model.units import AUTOCAST, converted
 from zcompile.runtime.async_work import TrafficMeter
-from zcompile.runtime.gradients.outside import Outside
+from zcompile.runtime.gradients.delivery import Outside
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.tensors.sharded_state import model_state_of

@@ -26,8 +26,8 @@ from benchmarks.common.configurations import MIB, Sizes
 from benchmarks.common.links import LOOPBACK, End
 from benchmarks.common.models import batch, make_model
 from benchmarks.common.ranks import call
-from zcompile.runtime.offload import optimizer_file as offload
-from zcompile.runtime.offload.optimizer_file import StateFile
+from zcompile.runtime.offload import optimizer_states as offload
+from zcompile.runtime.offload.optimizer_states import StateFile
 
 SIZES = Sizes(blocks=24, width=1024, heads=8, vocabulary=1024, sequence=64, batch=1)
 STEPS = 4

@@ -22,10 +22,9 @@ from benchmarks.mutants.lines import (
 )
 from zcompile import Program
 from zcompile.ir import ops
-from zcompile.ir.layout import Hybrid
+from zcompile.ir.layout import WIRE_DTYPES, Hybrid
 from zcompile.ir.operation import Data, Phase, data, op_of
 from zcompile.ir.program_graph import after_items
-from zcompile.ir.wire import WIRE_DTYPES
 from zcompile.passes.common.axis_groups import group_of
 
 _WIRES = (None, *WIRE_DTYPES)

@@ -19,8 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zcompile.errors import ParameterError
 from zcompile.runtime.gradients.optimizer_trials import parameters_of, sharing, small_parameter, steps_local_tensors
-from zcompile.runtime.tensors.owned import is_here, owner_of
-from zcompile.runtime.tensors.parts import part_of
+from zcompile.runtime.tensors.owned import is_here, owner_of, part_of
 from zcompile.runtime.tensors.placement import Placing
 from zcompile.torch_internals.dispatch import no_torch_function
 from zcompile.torch_internals.dtensor import local_tensor
@@ -88,7 +87,7 @@ class LocalStep:
         stepped = {id(param) for param, _ in self._locals}
         state |= {key: value for key, value in optimizer.state.items() if id(key) not in stepped}
         state |= {
-            mine: {key: _plain(value) for key, value in optimizer.state[param].items()}
+            mine: {k: local_tensor(v) if isinstance(v, DTensor) else v for k, v in optimizer.state[param].items()}
             for param, mine in self._locals
             if param in optimizer.state
         }
@@ -193,10 +192,6 @@ class HookedStep:
         """Leave the optimizer as it was."""
         for handle in self._handles:
             handle.remove()
-
-
-def _plain(value: Any) -> Any:
-    return local_tensor(value) if isinstance(value, DTensor) else value
 
 
 def _sharded(param: torch.Tensor, key: str, value: Any, before: Any) -> Any:

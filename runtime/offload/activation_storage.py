@@ -17,7 +17,7 @@ import torch
 from zcompile.errors import StateError
 from zcompile.runtime.device import current_stream, new_stream, on_stream
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.offload.unnamed_files import Room, nameless, set_aside
+from zcompile.runtime.offload.unnamed_files import Room, close_file, nameless, set_aside
 from zcompile.runtime.offloaded_activations import ActivationStorage
 
 PENDING = 2
@@ -151,7 +151,7 @@ class DiskStorage(ActivationStorage):
         self._set_aside = 0
         self._waiting: deque[_Extent] = deque()
         self._writer, self._reader = (ThreadPoolExecutor(1, f"zcompile {name}") for name in ("offload", "fetch"))
-        weakref.finalize(self, _close, self._writer, self._reader, self._file.number)
+        weakref.finalize(self, close_file, self._file.number, self._writer, self._reader)
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +165,8 @@ class DiskStorage(ActivationStorage):
 
     def put(self, flat: torch.Tensor) -> _Extent:
         while len(self._waiting) >= PENDING:
-            self._ended(self._waiting.popleft())
+            if not (extent := self._waiting.popleft()).written.cancelled():
+                self._checked(extent.written)
         offset = self._file.room.take(flat.nbytes)
         try:
             if (more := self._file.room.end - self._set_aside) > 0:
@@ -197,10 +198,6 @@ class DiskStorage(ActivationStorage):
 
         return land
 
-    def _ended(self, extent: _Extent) -> None:
-        if not extent.written.cancelled():
-            self._checked(extent.written)
-
     def _checked(self, work: Future[None]) -> None:
         try:
             work.result()
@@ -215,12 +212,6 @@ class DiskStorage(ActivationStorage):
 def _bytes_of(flat: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, which the caller keeps."""
     return flat.view(torch.uint8).numpy().data
-
-
-def _close(writer: ThreadPoolExecutor, reader: ThreadPoolExecutor, file: int) -> None:
-    for thread in (writer, reader):
-        thread.shutdown()
-    os.close(file)
 
 
 class DeviceStorage(ActivationStorage):
@@ -272,7 +263,7 @@ class ShardStorage(ActivationStorage):
     def _gathered(self, shard: torch.Tensor, numel: int) -> Callable[[], torch.Tensor]:
         """Start gathering; what is returned waits for it."""
         whole = shard.new_empty(shard.numel() * self.group.size)
-        work = self.group.all_gather(whole, shard)
+        work = self.group.collectives.all_gather(whole, shard)
 
         def land() -> torch.Tensor:
             work.wait()

@@ -17,10 +17,7 @@ run beside the compute, on streams of their own. Hazards:
 from __future__ import annotations
 
 import contextlib
-import os
-import weakref
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -28,8 +25,8 @@ import torch
 from zcompile.errors import StateError
 from zcompile.runtime.async_work import AsyncWork, StreamWork
 from zcompile.runtime.device import HOST, current_stream, is_gpu, new_stream, on_stream
-from zcompile.runtime.offload.unnamed_files import PAGE, mapped
-from zcompile.runtime.shard_memory import Reserved
+from zcompile.runtime.offload.unnamed_files import MappedFile
+from zcompile.runtime.shards import Reserved
 
 
 class HostShards(Reserved):
@@ -128,21 +125,12 @@ class ShardFile(Reserved):
     """
 
     def __init__(self, folder: Path, sizes: Mapping[str, int]) -> None:
-        self._ranges: dict[str, tuple[int, int]] = {}
-        end = 0
-        for unit, nbytes in sizes.items():
-            self._ranges[unit] = end, nbytes
-            end += -(-nbytes // PAGE) * PAGE
-        self.nbytes = end
-        self._file, mapping = mapped(folder, max(end, PAGE), "parameters")
-        whole = torch.frombuffer(mapping, dtype=torch.uint8)
-        room = {unit: whole[start : start + nbytes] for unit, (start, nbytes) in self._ranges.items()}
-        super().__init__(torch.device("cpu"), room)
+        self._file = MappedFile(folder, sizes, "parameters")
+        self.nbytes = self._file.nbytes
+        super().__init__(torch.device(HOST), {unit: self._file.bytes_of(unit) for unit in sizes})
         self._next: dict[tuple[str, str], str] = {}
         """The unit that was gathered behind two others, of which a unit has one order forward and one backward."""
         self._last = "", ""
-        self._reader = ThreadPoolExecutor(1, "zcompile read")
-        weakref.finalize(self, _close, self._reader, self._file)
 
     def before(self, unit: str) -> None:
         """Read the units that come next."""
@@ -152,11 +140,5 @@ class ShardFile(Reserved):
         for _ in range(AHEAD):
             if (coming := self._next.get(pair)) is None:
                 return
-            # Making room for what the kernel reads can take as long as reading it, so a thread asks.
-            self._reader.submit(os.posix_fadvise, self._file, *self._ranges[coming], os.POSIX_FADV_WILLNEED)
+            self._file.read(coming)
             pair = pair[1], coming
-
-
-def _close(reader: ThreadPoolExecutor, file: int) -> None:
-    reader.shutdown()
-    os.close(file)

@@ -7,7 +7,12 @@ import mmap
 import os
 import tempfile
 import threading
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+import torch
 
 from zcompile.errors import StateError
 from zcompile.ir.tensor_type import human_bytes
@@ -42,20 +47,57 @@ def set_aside(folder: Path, file: int, offset: int, nbytes: int, what: str) -> N
         raise StateError(str(folder), problem, "give a folder on a larger disk, or train on more ranks") from error
 
 
-def mapped(folder: Path, size: int, what: str) -> tuple[int, mmap.mmap]:
-    """The descriptor of a nameless file of `size` bytes in `folder`, all of which the disk has set aside; its mapping.
+class MappedFile:
+    """A nameless file of this rank, which the disk has set aside, mapped into memory: the kernel keeps what fits.
+
+    Args:
+        folder: Where the file is made. It is gone from there at once.
+        sizes: Bytes of each unit, which has pages of its own.
+        what: What is in it.
 
     Raises:
-        StateError: it cannot be made, or there is no room.
+        StateError: the folder cannot be written, or has no room for all of it.
     """
-    file = nameless(folder)
-    try:
-        # Pages that the disk had no room for would end the process when they are written.
-        set_aside(folder, file, 0, size, what)
-        return file, mmap.mmap(file, size)
-    except BaseException:
-        os.close(file)
-        raise
+
+    def __init__(self, folder: Path, sizes: Mapping[str, int], what: str) -> None:
+        self.folder, self.nbytes = folder, 0
+        self._ranges: dict[str, tuple[int, int]] = {}
+        for unit, nbytes in sizes.items():
+            self._ranges[unit] = self.nbytes, nbytes
+            self.nbytes += -(-nbytes // PAGE) * PAGE
+        self._number = nameless(folder)
+        try:
+            # Pages that the disk had no room for would end the process when they are written.
+            set_aside(folder, self._number, 0, size := max(self.nbytes, PAGE), what)
+            self._mapping = mmap.mmap(self._number, size)
+        except BaseException:
+            os.close(self._number)
+            raise
+        self._reader, self._writer = (ThreadPoolExecutor(1, f"zcompile {name}") for name in ("read", "write"))
+        weakref.finalize(self, close_file, self._number, self._reader, self._writer)
+
+    def bytes_of(self, unit: str, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
+        """What the file has for a unit, or a part of it, uint8 [n]."""
+        start, size = self._ranges[unit]
+        count = size if nbytes is None else nbytes
+        if not count:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=count, offset=start + offset)
+
+    def read(self, unit: str) -> None:
+        """Let the kernel read what a unit has. Making room can take as long as reading it, so a thread asks."""
+        self._reader.submit(os.posix_fadvise, self._number, *self._ranges[unit], os.POSIX_FADV_WILLNEED)
+
+    def write(self) -> Future[None]:
+        """Let the kernel write all that has changed."""
+        return self._writer.submit(os.fdatasync, self._number)
+
+
+def close_file(file: int, *threads: ThreadPoolExecutor) -> None:
+    """Close a file that threads work on, once they have ended."""
+    for thread in threads:
+        thread.shutdown()
+    os.close(file)
 
 
 class Room:

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from zcompile.errors import ParameterError
-from zcompile.runtime.tensors.owned import owner_of, set_owner
-from zcompile.runtime.tensors.parts import part_of, placed
+from zcompile.runtime.tensors.owned import owner_of, part_of, placed, set_owner
 from zcompile.torch_internals.autograd import version_of
 from zcompile.torch_internals.dtensor import local_tensor
 from zcompile.torch_internals.pytree import tree_leaves, tree_map_only

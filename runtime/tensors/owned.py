@@ -10,6 +10,7 @@ torch computes from the shape which rows a rank has, which here would be wrong; 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -21,10 +22,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from zcompile.errors import ParameterError
-from zcompile.torch_internals.dtensor import local_tensor
+from zcompile.torch_internals.dtensor import StridedShard, local_tensor, with_local
 
 _QUERIES = (
     "__get__ __set__ __delete__ __len__ __repr__ __hash__ __format__ dim ndimension size stride numel nelement"
@@ -103,7 +105,7 @@ def keep_owner(
     """
     first = next(one for one in _flat(args) if owner_of(one) is not None)
     for index, one in enumerate(result if isinstance(result, (list, tuple)) else [result]):
-        if not isinstance(one, DTensor) or not _is_divided(one) or owner_of(one) is not None:
+        if not isinstance(one, DTensor) or owner_of(one) is not None or not any(p.is_shard() for p in one.placements):
             continue
         like = _like(args, index, first)
         if one.placements != like.placements or one.shape != like.shape:
@@ -162,10 +164,6 @@ def _dimension(tensor: DTensor) -> int:
     return next(dim for dim, placement in enumerate(tensor.placements) if placement.is_shard())
 
 
-def _is_divided(tensor: DTensor) -> bool:
-    return any(placement.is_shard() for placement in tensor.placements)
-
-
 def _flat(args: Sequence[Any]) -> Iterator[Any]:
     for arg in args:
         yield from arg if isinstance(arg, (list, tuple)) else (arg,)
@@ -175,3 +173,38 @@ def _like(args: Sequence[Any], index: int, first: DTensor) -> DTensor:
     """The argument that the result at `index` is made of."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and index < len(arg)]
     return next((arg[index] for arg in lists if isinstance(arg[index], DTensor)), first)
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+Placement = Any
+"""A `Shard`, `Replicate` or `Partial` of torch.distributed.tensor, or a `StridedShard`; their base class is private."""
+
+
+def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """`local`, this rank's part, as a DTensor over the same memory, be it on the device of the mesh or not."""
+    stride = contiguous_stride(shape)
+    away = local.device.type != mesh.device_type  # what `from_local` would copy
+    like = torch.empty_like(local, device="meta") if away else local
+    made = DTensor.from_local(like, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return with_local(made, local) if away else made
+
+
+def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of a plain tensor, divided as `like` is; a view of it."""
+    mesh, placements = like.device_mesh, like.placements
+    if owner_of(like) is not None:
+        return whole if is_here(like) else whole[:0]
+    for dim in reversed(range(mesh.ndim)):  # the last mesh dimension divides first, see `ModelParallel.sharded`
+        if isinstance(placement := placements[dim], (Shard, StridedShard)):
+            size, at = mesh.size(dim), placement.dim
+            each, rank = -(-whole.shape[at] // size), mesh.get_local_rank(dim)
+            start, stop = (min(index * each, whole.shape[at]) for index in (rank, rank + 1))
+            whole = whole.narrow(at, start, stop - start)
+    return whole
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of `shape`."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -9,15 +9,15 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from zcompile.errors import ParameterError
-from zcompile.runtime.tensors.asked import check_asked
+from zcompile.errors import BackwardError, ParameterError
 from zcompile.runtime.tensors.draws import ALONG, OF_WHOLE
 from zcompile.runtime.tensors.explained import (
     ExplainedDTensor,
@@ -33,8 +33,7 @@ from zcompile.runtime.tensors.explained import (
     watched,
     with_rows,
 )
-from zcompile.runtime.tensors.owned import check_owned, keep_owner, owner_of
-from zcompile.runtime.tensors.parts import part_of
+from zcompile.runtime.tensors.owned import check_owned, keep_owner, owner_of, part_of
 from zcompile.runtime.tensors.placement import Placing
 from zcompile.runtime.waits import Waits
 from zcompile.torch_internals.dispatch import GRADIENT, STATE, no_torch_function
@@ -326,3 +325,52 @@ def _refusal(args: Any, func: Callable[..., Any], fix: str = "") -> ParameterErr
     problem = f"{called} reads this parameter outside of a program, where it is sharded"
     usual = "compute it in the forward of the module that owns it, or take its full_tensor() on every rank"
     return ParameterError(tensor.zcompile_name, problem, fix or usual)
+
+
+# -- gradients that are asked for -------------------------------------------------------------------------------------
+#
+# Programs reduce gradients and deliver them when the backward has ended, and tell autograd of none. So autograd would
+# take a parameter for one that was not used, and `torch.autograd.grad` would give None, or zeros.
+
+
+_MARK = "zcompile"
+
+
+def mark(node: Node) -> None:
+    """Say that gradients of parameters that come by this node are delivered to `.grad`."""
+    _notes_of(node)[_MARK] = True
+
+
+def check_asked(name: str, outputs: Any) -> None:
+    """Let `torch.autograd.grad` go on to what does not come from a model: the `full_tensor()` of a parameter, say.
+
+    Raises:
+        BackwardError: there is a model's call behind `outputs`.
+    """
+    if any(_MARK in _notes_of(node) for node in _backward_nodes(outputs)):
+        raise single_gradient_error(name)
+
+
+def single_gradient_error(name: str) -> BackwardError:
+    """The refusal to give the gradient of one parameter apart from those of the others."""
+    problem = (
+        "torch.autograd.grad, or backward(inputs=...), asks for its gradient, which comes to .grad alone, averaged"
+    )
+    fix = "call loss.backward(retain_graph=True), read .grad and set it to None, for one loss after the other"
+    return BackwardError(name, problem, fix)
+
+
+def _backward_nodes(outputs: Any) -> Iterator[Node]:
+    left = [one.grad_fn for one in tree_leaves(outputs) if isinstance(one, torch.Tensor)]
+    seen = set[Node]()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            left += [following for following, _ in node.next_functions]
+
+
+def _notes_of(node: Any) -> dict[str, Any]:
+    notes: dict[str, Any] = node.metadata  # torch's own stub takes it for a method
+    return notes

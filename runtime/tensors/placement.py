@@ -20,8 +20,7 @@ from zcompile.ir.axis import AxisKind
 from zcompile.ir.layout import Param
 from zcompile.runtime.groups import data_axes
 from zcompile.runtime.tensors.explained import explain
-from zcompile.runtime.tensors.owned import owner_of, sent_by_owner, set_owner
-from zcompile.runtime.tensors.parts import Placement, placed
+from zcompile.runtime.tensors.owned import Placement, owner_of, placed, sent_by_owner, set_owner
 from zcompile.torch_internals.dtensor import StridedShard, local_tensor, with_local
 
 

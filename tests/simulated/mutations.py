@@ -47,7 +47,7 @@ class Mutation:
 PARAMETERS = ("stage 3, parameters", "train step, stage 3, parameters")
 ACTIVATIONS = ("stage 3, activations", "stage 3, activations, checkpoint", "stage 3, side stream, arenas")
 PIECES = ("stage 3, bf16, pieces", "stage 3, large, pieces")
-AWAY, PUT, STATE = (f"runtime/offload/{name}.py" for name in ("host_shards", "activation_storage", "optimizer_host"))
+AWAY, PUT, STATE = (f"runtime/offload/{name}.py" for name in ("host_shards", "activation_storage", "optimizer_states"))
 EXECUTOR, GPUS, WORK = (f"runtime/{name}.py" for name in ("executor", "backend_collectives", "async_work"))
 DELIVERY, UPDATES = (f"runtime/gradients/{name}.py" for name in ("delivery", "updates"))
 ARENA, PARTS = "runtime/arena.py", "runtime/offload/activation_storage.py"
@@ -63,7 +63,7 @@ MUTATIONS = (
              "if stream_number(ranks.device) == self.stream:", ("train step, stage 3, alternating",)),
     Mutation(EXECUTOR, "                work.wait()\n            full =", "                pass\n            full =",
              ("stage 3, parameters", "one rank, parameters")),
-    Mutation(EXECUTOR, "work.wait()\n    waited", "pass\n    waited", ("stage 3",)),
+    Mutation("runtime/recorder.py", "work.wait()\n        waited", "pass\n        waited", ("stage 3",)),
     Mutation(EXECUTOR, "kept, copies=True)", "kept, copies=False)", ("train step, stage 3, writing",)),
     Mutation(EXECUTOR, '_land(work, "all_gather", self.bound.unit.name, ranks, nbytes, ranks.axis)', "pass",
              ("hpz, int8 gathers",)),

@@ -265,10 +265,10 @@ class UnitLayout:
         state, gather, reduce = model_state(layout), 0.0, 0.0
         for unit in layout.units:
             if stage.optimizer_sharded:
-                sent = AllGather(unit.name)
+                sent = AllGather(unit.name, dtype=unit.compute_dtype)
                 gather += hardware.collective_seconds(sent.payload(layout), layout.sharded, len(sent.messages(layout)))
             names = tuple(param.name for param in unit.params if param.trainable)
-            sums = Reduce(unit.name, names, stage.optimizer_sharded)
+            sums = Reduce(unit.name, names, stage.optimizer_sharded, unit.reduction_dtype)
             reduce += hardware.collective_seconds(sums.payload(layout), layout.sharded, len(sums.messages(layout)))
         full = sum(layout.gathered_bytes(unit.name) for unit in layout.units)
         trained = layout.trainable.values()

@@ -189,6 +189,6 @@ class _Meter:
     def _gather(self, nbytes: int, ranks: AxisCommunicator, beside: Callable[[], None] = lambda: None) -> None:
         """Gather `nbytes` of every one of these ranks, and call `beside` while they are on their way."""
         shard = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        work = ranks.all_gather(shard.new_empty(nbytes * ranks.size), shard)
+        work = ranks.collectives.all_gather(shard.new_empty(nbytes * ranks.size), shard)
         beside()
         work.wait()

@@ -19,9 +19,8 @@ from zcompile.frontend.gradient_flow import Flows
 from zcompile.ir.bundles import Bundle, bundles_of, grouped
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import (
-    AllGather,
     Call,
-    GatherOutside,
+    Gathering,
     Group,
     Input,
     Kind,
@@ -68,7 +67,7 @@ class LoadedProgram:
     ) -> None:
         self.program, self.runtime = program, runtime
         self._units = {unit.name: BoundUnit(runtime.shards[unit.name], unit, updater) for unit in program.layout.units}
-        self._keeps = any(data(node).op.keep for node in program.nodes(AllGather, GatherOutside))  # type: ignore[attr-defined]
+        self._keeps = any(op_of(node, Gathering).keep for node in program.nodes(Gathering))
         """True if full parameters are kept from run to run."""
 
     def _load(

@@ -28,14 +28,13 @@ from zcompile.recording.recording import Origin, Recordings
 from zcompile.report.explain import Break
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.arena import Arenas
+from zcompile.runtime.device import numbers_of_rank, within_numbers_of_rank
 from zcompile.runtime.gradients.delivery import Delivery
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.lockstep import Lockstep
 from zcompile.runtime.optimizer_settings import OptimizerSettings
-from zcompile.runtime.random_numbers import numbers_of_rank, within_numbers_of_rank
-from zcompile.runtime.shards import UnitShards
-from zcompile.runtime.stale_copies import Freshness
+from zcompile.runtime.shards import Freshness, UnitShards
 from zcompile.runtime.tensors.placement import ModelParallel
 from zcompile.schedule.option_checks import check_place
 from zcompile.schedule.options import Options

@@ -16,11 +16,9 @@ from zcompile.runtime.gradients.updates import States, Updater
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.offload.activation_storage import DeviceStorage, DiskStorage, HostStorage, ShardStorage
 from zcompile.runtime.offload.host_shards import HostShards, ShardFile
-from zcompile.runtime.offload.optimizer_file import StateFile
-from zcompile.runtime.offload.optimizer_host import HostState
+from zcompile.runtime.offload.optimizer_states import HostState, StateFile
 from zcompile.runtime.offloaded_activations import ActivationStorage, OffloadedActivations
-from zcompile.runtime.shard_memory import ShardMemory
-from zcompile.runtime.shards import shard_bytes
+from zcompile.runtime.shards import ShardMemory, shard_bytes
 from zcompile.schedule.option_checks import check_place, offload_of
 from zcompile.schedule.options import Options
 

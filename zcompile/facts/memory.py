@@ -81,7 +81,8 @@ def buffers_bounded(bucket: int) -> Fact:
 def _buffers_bounded(bucket: int) -> Callable[[Program], Iterator[Violation]]:
     def violations(program: Program) -> Iterator[Violation]:
         for node in program.nodes(Reduce) if program.layout.sharded.size > 1 else ():
-            op, sizes = op_of(node, Reduce), op_of(node, Reduce).message_bytes(program.layout)
+            op = op_of(node, Reduce)
+            sizes = [message.nbytes for message in op.messages(program.layout)]
             if op.scatter and max(sizes) > bucket and (op.bucket is None or op.bucket > bucket):
                 problem = f"{node.name} may copy {human_bytes(max(sizes))} to send it"
                 yield Violation(node, f"{problem}; {human_bytes(bucket)} are allowed")

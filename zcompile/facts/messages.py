@@ -13,6 +13,7 @@ from zcompile.ir.ops import (
     Averaging,
     Call,
     GatherAhead,
+    Gathering,
     GatherOutside,
     Reduce,
     ReduceOutside,
@@ -34,11 +35,10 @@ def _gathered_before_use(program: Program) -> Iterator[Violation]:
             found = data(argument).op
             if isinstance(found, Shards) and program.layout.must_gather(found.unit):
                 yield Violation(node, f"{label(node)} reads {found.unit} before it is gathered")
-            elif isinstance(found, (AllGather, GatherOutside)):
+            elif isinstance(found, Gathering):
                 yield Violation(node, f"{label(node)} reads {found.unit} without waiting for {argument.name}")
-    for node in program.nodes(AllGather, GatherOutside, GatherAhead):
-        op = data(node).op
-        assert isinstance(op, (AllGather, GatherOutside, GatherAhead)), "these are asked for"
+    for node in program.nodes(Gathering):
+        op = op_of(node, Gathering)
         if op.dtype != (casts := program.layout.unit(op.unit).compute_dtype):
             yield Violation(node, f"{node.name} says that it casts {op.unit} to {op.dtype}; want {casts}")
 

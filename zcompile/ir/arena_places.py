@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from zcompile.ir.layout import Param
+from zcompile.ir.layout import Message
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import AllGather, GatherAhead, Reduce, Release
 from zcompile.ir.packing import Interval, aligned
@@ -35,9 +35,8 @@ def placeable(program: Program) -> dict[fx.Node, Interval]:
 
 def lifetime(node: fx.Node, position: Mapping[fx.Node, int]) -> Interval:
     """From its line to a gather's release, or to the wait of a reduction; to the end where there is none."""
-    waits = list(node.users)
-    releases = [user for wait in waits for user in wait.users if isinstance(data(user).op, Release)]
-    ends = releases if isinstance(data(node).op, AllGather) else waits
+    releases = [user for wait in node.users for user in wait.users if isinstance(data(user).op, Release)]
+    ends = releases if isinstance(data(node).op, AllGather) else node.users
     return Interval(0, position[node], max((position[end] for end in ends), default=len(position)))
 
 
@@ -49,24 +48,22 @@ def place_bytes(program: Program, node: fx.Node) -> int:
     op = data(node).op
     assert isinstance(op, (AllGather, Reduce)), f"{node.name} takes no place"
     total = 0
-    for params in op.messages(program.layout):
-        message = sum(param.padded_numel for param in params) * op.sent_dtype(params[0]).itemsize
+    for message in op.messages(program.layout):
         if isinstance(op, Reduce):
-            total += aligned(message) if _is_copied(op, params) else 0
+            total += aligned(message.nbytes) if _is_copied(op, message) else 0
             continue
-        total += aligned(message)
-        if len(params) > 1 and params[0].owner is None:  # an owner's lie in the message as they are
-            total += sum(aligned(param.padded_bytes) for param in params)
+        total += aligned(message.nbytes)
+        if len(message.params) > 1 and message.owner is None:  # an owner's lie in the message as they are
+            total += sum(aligned(param.padded_bytes) for param in message.params)
     return total
 
 
-def _is_copied(op: Reduce, params: list[Param]) -> bool:
+def _is_copied(op: Reduce, message: Message) -> bool:
     """True for a message that is copied as a whole before it is scattered."""
-    if not op.scatter or not params[0].shards or params[0].owner is not None:
+    if not op.scatter or not message.is_sharded or message.owner is not None:
         return False
-    if len(params) > 1:
+    if len(message.params) > 1:
         return True
-    (param,) = params
-    kind = op.sent_dtype(param)
-    pieces = op.bucket is not None and param.padded_numel * kind.itemsize > op.bucket
-    return not pieces and (param.padded_numel != param.numel or kind is not param.full_dtype)
+    (param,) = message.params
+    pieces = op.bucket is not None and message.nbytes > op.bucket
+    return not pieces and (param.padded_numel != param.numel or message.dtype is not param.full_dtype)

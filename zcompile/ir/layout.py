@@ -7,6 +7,7 @@ parameter; *full* is the whole parameter; *padded* is rounded up for the world.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ import torch
 
 from zcompile.errors import ModelError
 from zcompile.ir.axis import Axis, AxisKind, axes_of
-from zcompile.ir.wire import shard_wire_bytes
+from zcompile.ir.packing import aligned
 
 SMALL_BYTES = 64 * 1024
 """A parameter of at most this many bytes travels packed with its neighbours: a copy costs less than a message."""
@@ -130,6 +131,18 @@ class Param:
     def padded_numel(self) -> int:
         return self.numel if self.owner is not None else self.shard_numel * max(self.shards, 1)
 
+    def gathered_in(self, dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype | None]:
+        """The dtype that a gather gives which casts to `dtype`, and in which shards travel outside."""
+        return self.full_dtype if dtype is self.compute_dtype else self.dtype, self.outer_gather_dtype
+
+    def averaged_in(self, dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype | None]:
+        """The same of gradients that are averaged."""
+        return self.reduce_dtype if dtype is self.reduction_dtype else self.full_dtype, self.outer_dtype
+
+    def numel_of(self, inside: int) -> int:
+        """Elements of what a rank has where `inside` ranks divide it, padding included."""
+        return -(-self.padded_numel // inside) if self.shards else self.numel
+
     @property
     def padded_bytes(self) -> int:
         """Bytes of the full parameter, padded for the world."""
@@ -155,6 +168,55 @@ class Param:
             return 0, height if rank == self.owner else 0
         index = rank if self.shards else 0
         return min(index * self.rows, height), min((index + 1) * self.rows, height)
+
+
+@dataclass(frozen=True)
+class Message:
+    """Parameters of a unit that travel together along one axis: what is sent of them, and how.
+
+    Attributes:
+        places, params: The parameters, and where they stand in the unit.
+        dtype: In which they are gathered, or their gradients averaged.
+        numel: Elements that are gathered or averaged, padding included.
+        wire: In which they travel, if that is fewer bytes: see `part_numel`.
+    """
+
+    places: tuple[int, ...]
+    params: tuple[Param, ...]
+    dtype: torch.dtype
+    numel: int
+    wire: torch.dtype | None = None
+
+    @property
+    def owner(self) -> int | None:
+        return self.params[0].owner
+
+    @property
+    def is_sharded(self) -> bool:
+        return bool(self.params[0].shards)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of what is gathered or averaged."""
+        return self.numel * self.dtype.itemsize
+
+    @cached_property
+    def shard_numels(self) -> list[int]:
+        return [param.shard_numel for param in self.params]
+
+    def gathered_bytes(self, ranks: int) -> int:
+        """Bytes that arrive where `ranks` ranks send each other their shards."""
+        if self.wire is None:
+            return self.nbytes
+        return ranks * sum(shard_wire_bytes(numel, self.wire) for numel in self.shard_numels)
+
+    def averaged_bytes(self, ranks: int, *, scatters: bool) -> int:
+        """Bytes that averaging over `ranks` ranks moves: twice those of what every rank gets whole."""
+        if self.wire is None:
+            return (1 if scatters else 2) * self.nbytes
+        if scatters:
+            return ranks * wire_bytes(padded_to_blocks(self.numel // ranks), self.wire)
+        return average_payload(self.numel, ranks, self.wire)
 
 
 @dataclass(frozen=True)
@@ -214,6 +276,37 @@ class Unit:
     def index(self, name: str) -> int:
         return self._places[name]
 
+    def sent(
+        self,
+        names: tuple[str, ...] | None,
+        dtype: torch.dtype | None,
+        *,
+        inside: int = 1,
+        wire: torch.dtype | None = None,
+        packed: bool = True,
+    ) -> tuple[Message, ...]:
+        """What travels together where the gradients of `names` are averaged; None: where the unit is gathered.
+
+        By a line that casts to `dtype` what is computed with, or averaged, in it. Along the outer axis `inside` ranks
+        divide the unit inside, and what is worth it is sent in `wire`. Not `packed`: each parameter travels alone.
+        """
+        if (key := (names, dtype, inside, wire, packed)) not in self._sent:
+            wanted = [bool(param.shards) if names is None else param.name in names for param in self.params]
+            together = [tuple(place for place in run if wanted[place]) for run in self.messages]
+            runs = together if packed else [(place,) for run in together for place in run]
+            found = []
+            for run in filter(None, runs):
+                params = tuple(self.params[place] for place in run)
+                kind, sent_in = params[0].gathered_in(dtype) if names is None else params[0].averaged_in(dtype)
+                numel = sum(param.numel_of(inside) for param in params)
+                found.append(Message(run, params, kind, numel, wire if wire is sent_in and wire is not kind else None))
+            self._sent[key] = tuple(found)
+        return self._sent[key]
+
+    @cached_property
+    def _sent(self) -> dict[tuple[object, ...], tuple[Message, ...]]:
+        return {}
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -255,22 +348,25 @@ class Layout:
         return self.replicated is not None and self.replicated.size > 1 and self.hybrid is not Hybrid.HSDP
 
     @property
+    def parts(self) -> int:
+        """How many primary shards a rank has of a parameter inside, each sent by a message of its own."""
+        return self.replicated.size if self.replicated is not None and self.has_secondary else 1
+
+    @property
     def keeps_secondary(self) -> bool:
         """True if secondary shards are kept until parameters change; stages 1 and 2 keep full copies instead."""
         return self.has_secondary and self.hybrid is Hybrid.HFSDP and self.stage.parameters_sharded
 
     def secondary_bytes(self, unit: str) -> int:
         """Bytes of the secondary shards of `unit`, as they are gathered inside."""
-        return sum(self.numel_inside(p) * p.full_dtype.itemsize for p in self._by_name[unit].params if p.shards)
+        return sum(
+            p.numel_of(self.sharded.size) * p.full_dtype.itemsize for p in self._by_name[unit].params if p.shards
+        )
 
     @property
     def shards(self) -> int:
         """In how many shards parameters are divided."""
         return self.world if self.has_secondary else self.sharded.size
-
-    def numel_inside(self, param: Param) -> int:
-        """Elements of what a rank sends of `param` inside, padding included: its shard, or its secondary shard."""
-        return -(-param.padded_numel // self.sharded.size) if param.shards else param.numel
 
     @property
     def averaged(self) -> tuple[Axis, ...]:
@@ -411,3 +507,51 @@ def choose_owners(costs: Mapping[str, int], ranks: int) -> dict[str, int]:
         owners[name] = owner
         heapq.heappush(loads, (load + costs[name], owner))
     return {name: owners[name] for name in costs}
+
+
+# -- in fewer bits ----------------------------------------------------------------------------------------------------
+#
+# In bfloat16, or in int8 with a scale for each block. Of averages each rank averages a part, and ranks exchange the
+# averages, both in few bits; two ranks exchange all at once. Of a parameter each rank sends its shard.
+
+BLOCK = 256
+"""Elements that share a scale, a float32: 1.6% more bytes. Small, so that one large element costs few others."""
+WIRE_DTYPES = (torch.bfloat16, torch.int8)
+
+
+def part_numel(numel: int, ranks: int) -> int:
+    """Elements that a rank averages of `numel`, padding included; of two ranks each averages all."""
+    return padded_to_blocks(numel if ranks == 2 else -(-numel // ranks))
+
+
+def padded_to_blocks(numel: int) -> int:
+    """`numel`, rounded up to whole blocks."""
+    return -(-numel // BLOCK) * BLOCK
+
+
+def wire_bytes(numel: int, wire: torch.dtype) -> int:
+    """Bytes of `numel` elements, of which int8 has whole blocks."""
+    scales = numel // BLOCK * torch.float32.itemsize if wire is torch.int8 else 0
+    return numel * wire.itemsize + scales
+
+
+def shard_wire_bytes(numel: int, wire: torch.dtype) -> int:
+    """Bytes of a shard of `numel` elements, of which int8 has whole blocks for each parameter."""
+    return wire_bytes(padded_to_blocks(numel) if wire is torch.int8 else numel, wire)
+
+
+def average_payload(numel: int, ranks: int, wire: torch.dtype) -> int:
+    """What an average of `numel` elements moves over `ranks` ranks, of which a rank sends (ranks-1)/ranks, in bytes."""
+    parts = 1 if ranks == 2 else ranks
+    return 2 * parts * wire_bytes(part_numel(numel, ranks), wire)
+
+
+def message_places(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """The bytes [start, stop) of messages of so many bytes; each begins where kernels and collectives like it."""
+    ends = list(itertools.accumulate(map(aligned, sizes), initial=0))
+    return [(start, start + size) for start, size in zip(ends, sizes, strict=False)]
+
+
+def secondary_bytes(sizes: Sequence[int]) -> int:
+    """Bytes of all of them together."""
+    return sum(map(aligned, sizes))

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import fx
 
-from zcompile.ir.layout import Layout, Param
+from zcompile.ir.axis import Axis
+from zcompile.ir.layout import Layout, Message, secondary_bytes
 from zcompile.ir.operation import (
     ANY,
     GRADIENTS,
@@ -29,13 +30,17 @@ from zcompile.ir.operation import (
     takes,
 )
 from zcompile.ir.tensor_type import TensorType, dtype_text
-from zcompile.ir.wire import average_payload, padded_to_blocks, secondary_bytes, shard_wire_bytes, wire_bytes
 
 ByteRange = tuple[int, int]
 """The bytes [start, stop) of the arena that a line has for what it gathers, or copies to be sent."""
 
 
 # -- placeholders -----------------------------------------------------------------------------------------------------
+
+
+def _takes_no_memory(op: Operation, node: fx.Node, layout: Layout) -> int:
+    """The `memory` of lines whose value is in memory that is there anyway."""
+    return 0
 
 
 class Placeholder(Operation):
@@ -160,81 +165,126 @@ class Item(Operation):
     role = Role.VALUE
 
     index: int
+    memory = _takes_no_memory
 
-    def memory(self, node: fx.Node, layout: Layout) -> int:
-        """Its call's."""
-        return 0
+
+class _Waits(Operation):
+    __slots__ = ()
+    role = Role.WAIT
+    functions = ("wait",)
 
 
 # -- communication ----------------------------------------------------------------------------------------------------
 
 
 class Communication(Operation):
-    """Starts a collective of the data-parallel ranks for the parameters of `unit`."""
+    """Starts a collective of the data-parallel ranks along one axis for the parameters of `unit`."""
 
     __slots__ = ()
     unit: str
+    dtype: torch.dtype | None = None
 
     @property
-    def agreed(self) -> tuple[str, str]:
-        """What ranks compare beside the unit and its messages, in front of them and behind."""
-        return self.function, ""
+    def averages(self) -> tuple[str, ...] | None:
+        """The parameters whose gradients are sent; None: what is sharded is, itself."""
+        return None
 
-    def sends(self, param: Param) -> bool:
-        """True for a parameter of the unit that it has to do with."""
-        return bool(param.shards)
+    @property
+    def head(self) -> str:
+        """What ranks compare in front of the unit and its messages."""
+        return self.function
 
-    def sent_dtype(self, param: Param) -> torch.dtype:
-        """In which it sends what it sends of `param`."""
-        return param.full_dtype
+    @property
+    def tail(self) -> str:
+        """What they compare behind these."""
+        return ""
 
-    def message_text(self, layout: Layout) -> str:
-        """`all_gather blocks.0 (a f32[8, 4], b f32[4]+c f32[4])`: one entry a message, packed ones added."""
-        before, behind = self.agreed
-        texts = []
-        for params in self.messages(layout):
-            types = (TensorType.make(self.sent_dtype(p), p.shape) for p in params)
-            owner = "" if params[0].owner is None else f" owner {params[0].owner}"
-            texts.append("+".join(f"{p.name} {type_}" for p, type_ in zip(params, types, strict=True)) + owner)
-        return f"{before} {self.unit} ({', '.join(texts)}){behind}"
+    def over(self, layout: Layout) -> Axis:
+        """The axis: that which shards."""
+        return layout.sharded
 
-    def messages(self, layout: Layout) -> list[list[Param]]:
-        """The parameters of each of its messages."""
-        unit = layout.unit(self.unit)
-        sent = ([unit.params[i] for i in message if self.sends(unit.params[i])] for message in unit.messages)
-        return [params for params in sent if params]
+    def messages(self, layout: Layout) -> tuple[Message, ...]:
+        """What travels together."""
+        return layout.unit(self.unit).sent(self.averages, self.dtype)
 
-    def message_bytes(self, layout: Layout) -> list[int]:
-        """Bytes of each of its messages, padding included."""
-        messages = self.messages(layout)
-        return [sum(p.padded_numel * self.sent_dtype(p).itemsize for p in params) for params in messages]
+    def sent_dtype(self, message: Message) -> torch.dtype:
+        """The dtype of a message, in what ranks compare."""
+        return message.dtype
+
+    def payload_of(self, message: Message, layout: Layout) -> int:
+        """Bytes of the tensors that are moved for a message, padding included; an all_reduce moves them twice."""
+        return message.nbytes
 
     def payload(self, layout: Layout) -> int:
-        """Bytes of the tensors that are moved, padding included; an all_reduce moves them twice."""
-        return sum(param.padded_bytes for param in layout.unit(self.unit).params if param.shards)
-
-    def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
-        """Over the axis that shards, along which each primary shard is a message of its own."""
-        times = layout.replicated.size if layout.replicated is not None and layout.has_secondary else 1
-        count = sum(times if params[0].shards else 1 for params in self.messages(layout))
-        return Traffic(layout.sharded, self.payload(layout), count, self.copied(layout))
+        """Bytes of the tensors that are moved."""
+        return sum(self.payload_of(message, layout) for message in self.messages(layout))
 
     def copied(self, layout: Layout) -> int:
         """Bytes of shards that are copied from the host first."""
-        return self.payload(layout) // layout.sharded.size if layout.away else 0
+        return 0
+
+    def message_text(self, layout: Layout) -> str:
+        """`all_gather blocks.0 (a f32[8, 4], b f32[4]+c f32[4])`: one entry a message, packed ones added."""
+        texts = []
+        for message in self.messages(layout):
+            types = (TensorType.make(self.sent_dtype(message), param.shape) for param in message.params)
+            owner = "" if message.owner is None else f" owner {message.owner}"
+            named = zip(message.params, types, strict=True)
+            texts.append("+".join(f"{param.name} {type_}" for param, type_ in named) + owner)
+        return f"{self.head} {self.unit} ({', '.join(texts)}){self.tail}"
+
+    def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
+        """Along the axis that shards each primary shard is a message of its own."""
+        axis, messages = self.over(layout), self.messages(layout)
+        count = sum(layout.parts if axis is layout.sharded and one.is_sharded else 1 for one in messages)
+        return Traffic(axis, self.payload(layout), count, self.copied(layout))
 
 
-def _sent_in(wire: torch.dtype | None) -> str:
-    """The dtype in which something is sent, in what ranks compare; empty if the line names none."""
-    return "" if wire is None else f" in {dtype_text(wire)}"
+class _Outside(Communication):
+    """Along the outer axis: of what a rank has inside, which may be sent in fewer bits."""
+
+    __slots__ = ()
+    axis: str
+    wire: torch.dtype | None
+
+    @property
+    def tail(self) -> str:
+        """The axis, and what is sent."""
+        return f" over {self.axis}" if self.wire is None else f" over {self.axis} in {dtype_text(self.wire)}"
+
+    def over(self, layout: Layout) -> Axis:
+        """The outer one."""
+        return layout.axis(self.axis)
+
+    def messages(self, layout: Layout) -> tuple[Message, ...]:
+        """What a rank has inside."""
+        unit, inside = layout.unit(self.unit), layout.sharded.size
+        return unit.sent(self.averages, self.dtype, inside=inside, wire=self.wire)
+
+
+class Gathering(Communication):
+    """Starts gathering a unit, or its secondary shards. `keep`: beyond the program, gathered again after a change."""
+
+    __slots__ = ()
+    role = Role.GATHER
+    functions = ("all_gather",)
+    keep: bool
+
+    @property
+    def head(self) -> str:
+        """With what is kept."""
+        return f"{self.function} keep" if self.keep else self.function
+
+    def copied(self, layout: Layout) -> int:
+        """Those that this rank keeps, where they are away."""
+        nbytes = sum(message.nbytes for message in self.messages(layout))
+        return nbytes // self.over(layout).size if layout.away else 0
 
 
 @dataclass(frozen=True, slots=True)
-class AllGather(Communication):
+class AllGather(Gathering):
     """Start gathering a unit. `keep`: the full copy outlives the program and is gathered again only after a change."""
 
-    role = Role.GATHER
-    functions = ("all_gather",)
     takes: ClassVar[tuple[tuple[type, ...], ...]] = ((Shards,),)
 
     unit: str
@@ -243,30 +293,19 @@ class AllGather(Communication):
     """What shards are cast to before they are sent; None: sent as they are."""
     at: ByteRange | None = None
 
-    @property
-    def agreed(self) -> tuple[str, str]:
-        """With what is kept."""
-        return ("all_gather keep" if self.keep else "all_gather"), ""
-
-    def sent_dtype(self, param: Param) -> torch.dtype:
-        """That of the shard, unless the line names the one computed in."""
-        return param.full_dtype if self.dtype is param.compute_dtype else param.dtype
-
     def memory(self, node: fx.Node, layout: Layout) -> int:
         """None in the arena, which is there anyway."""
         return 0 if self.at is not None else layout.gathered_bytes(self.unit)
 
 
 @dataclass(frozen=True, slots=True)
-class GatherOutside(Communication):
+class GatherOutside(_Outside, Gathering):
     """Start gathering the secondary shards of a unit: this rank's part of it inside, over the ranks of `axis`.
 
     `keep`: they outlive the program, and are gathered again only after a change. Where the full copy does, as in stages
     1 and 2, that is what is gathered again, here and inside.
     """
 
-    role = Role.GATHER
-    functions = ("all_gather",)
     takes = ((Shards,), (Group,))
 
     unit: str
@@ -275,67 +314,34 @@ class GatherOutside(Communication):
     dtype: torch.dtype | None = None
     """As of an `AllGather`."""
     wire: torch.dtype | None = None
-    """In which shards are sent, if not in the dtype in which they are wanted: see `zcompile.ir.wire`."""
+    """In which shards are sent, if not in the dtype in which they are wanted: see `zcompile.ir.layout.Message`."""
 
-    @property
-    def agreed(self) -> tuple[str, str]:
-        """With what is kept, the axis, and what is sent."""
-        return ("all_gather keep" if self.keep else "all_gather"), f" over {self.axis}{_sent_in(self.wire)}"
-
-    def is_encoded(self, param: Param) -> bool:
-        """True for a parameter whose shards are encoded."""
-        return self.wire is not None and param.outer_gather_dtype is self.wire
-
-    def wanted_dtype(self, param: Param) -> torch.dtype:
-        """That of secondary shards: of the shard, unless the line names the one computed in."""
-        return param.full_dtype if self.dtype is param.compute_dtype else param.dtype
-
-    def sent_dtype(self, param: Param) -> torch.dtype:
+    def sent_dtype(self, message: Message) -> torch.dtype:
         """That of secondary shards, or of what is encoded."""
-        return self.wire if self.wire is not None and self.is_encoded(param) else self.wanted_dtype(param)
+        return message.wire or message.dtype
 
-    def message_bytes(self, layout: Layout) -> list[int]:
-        """Of secondary shards, as they are sent."""
-        return [self._sent_bytes(params, layout) for params in self.messages(layout)]
-
-    def payload(self, layout: Layout) -> int:
-        """That of secondary shards, as they are sent."""
-        return sum(self.message_bytes(layout))
+    def payload_of(self, message: Message, layout: Layout) -> int:
+        """As it is sent."""
+        return message.gathered_bytes(self.over(layout).size)
 
     def buffer_bytes(self, layout: Layout) -> int:
         """Bytes of the tensor that secondary shards are in."""
-        return secondary_bytes([self._wanted_bytes(params, layout) for params in self.messages(layout)])
+        return secondary_bytes([message.nbytes for message in self.messages(layout)])
 
     def encoded_bytes(self, layout: Layout) -> int:
         """Bytes of what arrives encoded, beside that tensor."""
-        encoded = [params for params in self.messages(layout) if self.is_encoded(params[0])]
-        return sum(self._sent_bytes(params, layout) for params in encoded)
+        encoded = (message for message in self.messages(layout) if message.wire is not None)
+        return sum(self.payload_of(message, layout) for message in encoded)
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
         """With what arrives encoded."""
         return data(node).nbytes + self.encoded_bytes(layout)
 
-    def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
-        """Over its axis. What is copied from the host is encoded behind that."""
-        axis, messages = layout.axis(self.axis), self.messages(layout)
-        copied = sum(self._wanted_bytes(params, layout) for params in messages) // axis.size if layout.away else 0
-        return Traffic(axis, self.payload(layout), len(messages), copied)
-
-    def _sent_bytes(self, params: list[Param], layout: Layout) -> int:
-        if self.wire is None or not self.is_encoded(params[0]):
-            return self._wanted_bytes(params, layout)
-        return layout.axis(self.axis).size * sum(shard_wire_bytes(param.shard_numel, self.wire) for param in params)
-
-    def _wanted_bytes(self, params: list[Param], layout: Layout) -> int:
-        return sum(layout.numel_inside(param) * self.wanted_dtype(param).itemsize for param in params)
-
 
 @dataclass(frozen=True, slots=True)
-class WaitSecondary(Operation):
+class WaitSecondary(_Waits):
     """The secondary shards of a unit, once they have arrived, as the bytes of one tensor."""
 
-    role = Role.WAIT
-    functions = ("wait",)
     takes = ((GatherOutside,),)
 
     unit: str
@@ -350,36 +356,30 @@ class GatherInside(AllGather):
     """Start gathering a unit from its secondary shards."""
 
     takes = ((Shards,), (WaitSecondary,))
+    copied = Communication.copied
 
     @property
-    def agreed(self) -> tuple[str, str]:
-        """With what is sent, which is more than primary shards."""
-        return ("all_gather keep" if self.keep else "all_gather"), " from secondary shards"
-
-    def copied(self, layout: Layout) -> int:
-        """Secondary shards are on the device."""
-        return 0
+    def tail(self) -> str:
+        """What is sent, which is more than primary shards."""
+        return " from secondary shards"
 
 
 @dataclass(frozen=True, slots=True)
-class GatherAhead(Communication):
+class GatherAhead(Gathering):
     """Start gathering a unit for the next step's forward, whose `AllGather` of it then starts nothing."""
 
-    role = Role.GATHER
     functions = ("gather_ahead",)
     takes = ((Shards,),)
     gives = False
+    head = Communication.head
+    copied = Communication.copied
 
     unit: str
     keep: bool = False
     dtype: torch.dtype | None = None
 
-    def sent_dtype(self, param: Param) -> torch.dtype:
-        """That of the shard, unless the line names the one computed in."""
-        return param.full_dtype if self.dtype is param.compute_dtype else param.dtype
-
-    def payload(self, layout: Layout) -> int:
-        """It counts where the next step would gather it."""
+    def payload_of(self, message: Message, layout: Layout) -> int:
+        """Counted where the next step would gather it."""
         return 0
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
@@ -406,41 +406,13 @@ Sum.takes = ((Shards,), SUMMED, GRADIENTS)
 
 
 class Averaging(Communication):
-    """Starts averaging gradients of `params`."""
+    """Starts averaging gradients of `params`; `scatter`: each rank gets its part, else all."""
 
     __slots__ = ()
     role = Role.REDUCE
-    params: tuple[str, ...]
-    dtype: torch.dtype | None
-
-    def sends(self, param: Param) -> bool:
-        """Those with a gradient."""
-        return param.name in self.params
-
-    def sent_dtype(self, param: Param) -> torch.dtype:
-        """That of gradients, unless the line names the one reduced in."""
-        return param.reduce_dtype if self.dtype is param.reduction_dtype else param.full_dtype
-
-    def copied(self, layout: Layout) -> int:
-        """Gradients are on the device."""
-        return 0
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce(Averaging):
-    """Over the ranks that shard; `scatter`: each rank gets its shard, else all."""
-
     functions = ("reduce_scatter", "all_reduce")
-    takes = ((Shards,), SUMMED)
-
-    unit: str
     params: tuple[str, ...]
     scatter: bool
-    dtype: torch.dtype | None = None
-    """What gradients are cast to before they are sent; None: sent as they are."""
-    bucket: int | None = None
-    """Bytes of a piece of what is copied to be sent; None: it is copied as a whole."""
-    at: ByteRange | None = None
 
     @property
     def function(self) -> str:
@@ -453,15 +425,34 @@ class Reduce(Averaging):
         return {"scatter": function == cls.functions[0]}
 
     @property
-    def agreed(self) -> tuple[str, str]:
-        """With the size of pieces."""
-        return self.function, f" by {self.bucket}" if self.bucket else ""
+    def averages(self) -> tuple[str, ...]:
+        """Those with a gradient."""
+        return self.params
 
-    def payload(self, layout: Layout) -> int:
+    def payload_of(self, message: Message, layout: Layout) -> int:
         """Twice that of what every rank gets whole."""
-        params = [layout.param(name) for name in self.params]
-        factors = [1 if self.scatter and p.shards else 2 for p in params]
-        return sum(p.padded_numel * p.reduce_dtype.itemsize * f for p, f in zip(params, factors, strict=True))
+        return message.averaged_bytes(self.over(layout).size, scatters=self.scatter and message.is_sharded)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce(Averaging):
+    """Over the ranks that shard."""
+
+    takes = ((Shards,), SUMMED)
+
+    unit: str
+    params: tuple[str, ...]
+    scatter: bool
+    dtype: torch.dtype | None = None
+    """What gradients are cast to before they are sent; None: sent as they are."""
+    bucket: int | None = None
+    """Bytes of a piece of what is copied to be sent; None: it is copied as a whole."""
+    at: ByteRange | None = None
+
+    @property
+    def tail(self) -> str:
+        """The size of pieces."""
+        return f" by {self.bucket}" if self.bucket else ""
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
         """This rank's part of the averages inside; alone, a gradient is its own average."""
@@ -472,22 +463,18 @@ class Reduce(Averaging):
 
 
 @dataclass(frozen=True, slots=True)
-class WaitGather(Operation):
+class WaitGather(_Waits):
     """The full parameters of a unit, once they have arrived."""
 
-    role = Role.WAIT
-    functions = ("wait",)
     takes = ((AllGather,),)
 
     unit: str
 
 
 @dataclass(frozen=True, slots=True)
-class WaitReduce(Operation):
+class WaitReduce(_Waits):
     """The averaged gradients of `params`, once they have arrived."""
 
-    role = Role.WAIT
-    functions = ("wait",)
     takes = ((Averaging,),)
 
     unit: str
@@ -503,10 +490,8 @@ class WaitReduce(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceOutside(Averaging):
+class ReduceOutside(_Outside, Averaging):
     """Over the ranks of `axis`: of averages over the ranks inside; `scatter`: each gets those of its primary shard."""
-
-    functions = ("all_reduce", "reduce_scatter")
 
     unit: str
     params: tuple[str, ...]
@@ -515,63 +500,18 @@ class ReduceOutside(Averaging):
     dtype: torch.dtype | None = None
     """As of the reduction before it."""
     wire: torch.dtype | None = None
-    """In which averages are sent, if not in the dtype in which they are summed: see `zcompile.ir.wire`."""
-
-    @property
-    def function(self) -> str:
-        """The second where it scatters."""
-        return self.functions[1 if self.scatter else 0]
-
-    @classmethod
-    def meant_by(cls, function: str) -> dict[str, Any]:
-        """Whether it scatters."""
-        return {"scatter": function == cls.functions[1]}
-
-    @property
-    def agreed(self) -> tuple[str, str]:
-        """With the axis, and what is sent."""
-        return self.function, f" over {self.axis}{_sent_in(self.wire)}"
-
-    def message_bytes(self, layout: Layout) -> list[int]:
-        """Of what a rank has inside, as it is sent."""
-        messages = zip(self._payloads(layout), self.messages(layout), strict=True)
-        return [nbytes // (1 if self._scatters(params) else 2) for nbytes, params in messages]
-
-    def payload(self, layout: Layout) -> int:
-        """That of what a rank has inside; twice that of what every rank gets whole."""
-        return sum(self._payloads(layout))
-
-    def _scatters(self, params: list[Param]) -> bool:
-        """Whether ranks get parts of the message with these."""
-        return self.scatter and bool(params[0].shards)
-
-    def _payloads(self, layout: Layout) -> list[int]:
-        ranks, result = layout.axis(self.axis).size, []
-        for params in self.messages(layout):
-            kind, scatters = self.sent_dtype(params[0]), self._scatters(params)
-            numel = sum(layout.numel_inside(param) for param in params)
-            if self.wire is None or self.wire is kind or self.wire is not params[0].outer_dtype:
-                result.append((1 if scatters else 2) * numel * kind.itemsize)
-            elif scatters:
-                result.append(ranks * wire_bytes(padded_to_blocks(numel // ranks), self.wire))
-            else:
-                result.append(average_payload(numel, ranks, self.wire))
-        return result
-
-    def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
-        """Over its axis."""
-        return Traffic(layout.axis(self.axis), self.payload(layout), len(self.messages(layout)))
+    """In which averages are sent, if not in the dtype in which they are summed: see `zcompile.ir.layout.Message`."""
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
         """This rank's part of the averages; none where it works in place."""
-        return self.inside_bytes(layout) // layout.axis(self.axis).size
+        return self.inside_bytes(layout) // self.over(layout).size
 
     def inside_bytes(self, layout: Layout) -> int:
         """Bytes of the averages inside that it scatters, which are free once it has been waited for."""
-        if not self.scatter or layout.axis(self.axis).size == 1:
+        if not self.scatter or self.over(layout).size == 1:
             return 0
         params = [param for name in self.params if (param := layout.param(name)).shards]
-        return sum(layout.numel_inside(param) * param.reduce_dtype.itemsize for param in params)
+        return sum(param.numel_of(layout.sharded.size) * param.reduce_dtype.itemsize for param in params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -677,10 +617,7 @@ class Write(Operation):
     functions = ("write",)
     takes = ((Input,), ANY)
     gives = False
-
-    def memory(self, node: fx.Node, layout: Layout) -> int:
-        """None: it is the buffer's."""
-        return 0
+    memory = _takes_no_memory
 
 
 # -- activations ------------------------------------------------------------------------------------------------------
@@ -693,10 +630,7 @@ class Store(Operation):
     role = Role.VALUE
     functions = ("store",)
     takes = (ANY, (Stack,))
-
-    def memory(self, node: fx.Node, layout: Layout) -> int:
-        """None: a stack is there anyway."""
-        return 0
+    memory = _takes_no_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -723,11 +657,9 @@ class Fetch(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class WaitFetch(Operation):
+class WaitFetch(_Waits):
     """The activation, once it is back."""
 
-    role = Role.WAIT
-    functions = ("wait",)
     takes = ((Fetch,),)
 
 
@@ -751,7 +683,8 @@ class Send(Operation):
 
     def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
         """All of it to one rank."""
-        return Traffic(layout.axis(self.axis), _shown_bytes(node.all_input_nodes[0]), to_one=True)
+        type_ = data(node.all_input_nodes[0]).type
+        return Traffic(layout.axis(self.axis), type_.nbytes if type_ else 0, to_one=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -771,26 +704,19 @@ class Receive(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class WaitReceive(Operation):
+class WaitReceive(_Waits):
     """What another rank has sent, once it has arrived."""
 
-    role = Role.WAIT
-    functions = ("wait",)
     takes = ((Receive,),)
 
 
 @dataclass(frozen=True, slots=True)
-class WaitSend(Operation):
+class WaitSend(_Waits):
     """The end of a sending: the value's memory may be used again."""
 
-    role = Role.WAIT
-    functions = ("wait",)
     takes = ((Send,),)
     gives = False
-
-    def memory(self, node: fx.Node, layout: Layout) -> int:
-        """None."""
-        return 0
+    memory = _takes_no_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -798,10 +724,7 @@ class Results(Operation):
     """The end of a program: see `zcompile.ir.program_graph.ResultsView`."""
 
     role = Role.RESULTS
-
-    def memory(self, node: fx.Node, layout: Layout) -> int:
-        """None."""
-        return 0
+    memory = _takes_no_memory
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -896,10 +819,15 @@ def averages_bytes(averages: fx.Node, layout: Layout) -> int:
     return sum(data(one).op.memory(one, layout) for one in (averages, *reductions_of(averages)))
 
 
-def _shown_bytes(value: fx.Node) -> int:
-    """Bytes of what a value shows, whosever memory it is."""
-    type_ = data(value).type
-    return type_.nbytes if type_ else 0
+def wait_of(started: fx.Node) -> fx.Node:
+    """The wait for what a line has started."""
+    (wait,) = [user for user in started.users if data(user).op.role is Role.WAIT]
+    return wait
+
+
+def called(value: fx.Node) -> fx.Node:
+    """What gives a value: itself, or the call of which it is one of several results."""
+    return value.all_input_nodes[0] if isinstance(data(value).op, Item) else value
 
 
 def items_of(node: fx.Node) -> list[fx.Node]:
@@ -909,11 +837,8 @@ def items_of(node: fx.Node) -> list[fx.Node]:
 
 def is_part(node: fx.Node) -> bool:
     """True for a result of a call, of which its line names them; those of a result that is a tuple have their own."""
-    return _is_item(node) and not _is_item(node.all_input_nodes[0])
-
-
-def _is_item(node: fx.Node) -> bool:
-    return node.op == "call_function" and isinstance(data(node).op, Item)
+    made = called(node)
+    return node.op == "call_function" and made is not node and called(made) is made
 
 
 def values_of(node: fx.Node) -> list[fx.Node]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import Call, Input, Item, WaitReduce
+from zcompile.ir.operation import data
+from zcompile.ir.ops import Call, Input, Item, WaitReduce, called
 from zcompile.ir.program_graph import ProgramGraph
 from zcompile.ir.region import Region
 from zcompile.torch_internals.operators import OpOverload
@@ -41,12 +41,10 @@ def memory_of_values(program: ProgramGraph) -> dict[fx.Node, Memory]:
     shown = {name: _results(region) for name, region in program.regions.items()}
     result: dict[fx.Node, Memory] = {}
     for node in program.graph.nodes:
-        op = data(node).op
-        if isinstance(op, Call):
-            result[node] = _of_result(node, 0, shown[op.region], result)
-        elif isinstance(op, Item) and isinstance(data(node.all_input_nodes[0]).op, Call):
-            call = node.all_input_nodes[0]
-            result[node] = _of_result(call, op.index, shown[op_of(call, Call).region], result)
+        op, made = data(node).op, data(call := called(node)).op
+        if isinstance(made, Call):
+            number = op.index if isinstance(op, Item) else 0
+            result[node] = _of_result(call, number, shown[made.region], result)
         elif isinstance(op, WaitReduce):
             result[node] = Memory(node.all_input_nodes[0])
         else:

@@ -14,8 +14,7 @@ from zcompile.errors import ParameterError
 from zcompile.ir.layout import Layout
 from zcompile.model.sharding import Site, placeholder_of
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.shard_memory import ShardMemory
-from zcompile.runtime.shards import UnitShards
+from zcompile.runtime.shards import ShardMemory, UnitShards
 from zcompile.torch_internals.autograd import post_accumulate_hooks
 from zcompile.torch_internals.modules import has_gradient_hooks
 

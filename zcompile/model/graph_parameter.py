@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from zcompile.errors import ParameterError
 from zcompile.runtime.device import KINDS
 from zcompile.runtime.gradients.delivery import read_outside
-from zcompile.runtime.shards import UnitShards
-from zcompile.runtime.stale_copies import Freshness
+from zcompile.runtime.shards import Freshness, UnitShards
 from zcompile.torch_internals.dispatch import no_torch_function
 from zcompile.torch_internals.dtensor import copyable
 from zcompile.torch_internals.dynamo import tracing_context

@@ -17,8 +17,7 @@ from zcompile.model.materialise import Materialiser, trim
 from zcompile.model.weights import Weights
 from zcompile.runtime.device import is_host
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.shard_memory import ShardMemory
-from zcompile.runtime.shards import UnitShards
+from zcompile.runtime.shards import ShardMemory, UnitShards
 from zcompile.runtime.tensors.placement import ModelParallel, Placing
 from zcompile.torch_internals.dtensor import give_up, local_tensor
 from zcompile.torch_internals.modules import parameters_of

@@ -25,10 +25,10 @@ from zcompile.passes.common.boundary import written_results
 from zcompile.pipelining.guard import results_of
 from zcompile.pipelining.program import PipelinedProgram
 from zcompile.pipelining.ranks import PipelineRanks
+from zcompile.runtime.device import numbers_of_rank
 from zcompile.runtime.executor import Gradients, InsideAverages
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.lockstep import RunKind
-from zcompile.runtime.random_numbers import numbers_of_rank
 from zcompile.runtime.stage_links import StageLinks
 
 

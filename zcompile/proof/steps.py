@@ -273,7 +273,9 @@ class StepTerms(GraphTerms):
         means = {}
         for name, term in given.items():
             param = layout.param(name)
-            means[name] = mean_of(self.terms, param, axis, term, op.sent_dtype(param), scatter=op.scatter, wire=wire)
+            named = op.dtype if op.dtype is param.reduction_dtype else None
+            dtype = named or param.full_dtype
+            means[name] = mean_of(self.terms, param, axis, term, dtype, scatter=op.scatter, wire=wire)
         return Started(means)
 
     def _sum(self, node: fx.Node, op: ops.Sum | ops.SumAverages) -> Value:

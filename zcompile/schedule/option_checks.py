@@ -11,8 +11,7 @@ from typing import Literal
 import torch
 
 from zcompile.errors import OptionError, nearest
-from zcompile.ir.layout import Hybrid, Layout
-from zcompile.ir.wire import WIRE_DTYPES
+from zcompile.ir.layout import WIRE_DTYPES, Hybrid, Layout
 
 BACKENDS = ("inductor", "eager")
 

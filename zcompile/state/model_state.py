@@ -25,8 +25,7 @@ from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.checkpoint_reader import Reader
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.tensors.explained import laid_out_like
-from zcompile.runtime.tensors.owned import owner_of
-from zcompile.runtime.tensors.parts import part_of
+from zcompile.runtime.tensors.owned import owner_of, part_of
 from zcompile.runtime.tensors.placement import whole_of
 from zcompile.state.checkpoint import CheckpointFolder, Writer, check_files, clear, read_manifest, typed
 from zcompile.state.loading import Loading

@@ -14,8 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from zcompile.errors import StateError
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.tensors.owned import owner_of
-from zcompile.runtime.tensors.parts import part_of
+from zcompile.runtime.tensors.owned import owner_of, part_of
 from zcompile.runtime.tensors.placement import whole_of
 from zcompile.state.optimizer_state import SlotShape, empty_slots, ordered_names, split_state, with_own_ways
 from zcompile.torch_internals.dtensor import local_tensor

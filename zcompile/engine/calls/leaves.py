@@ -21,7 +21,7 @@ from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, gathered
 from zcompile.runtime.gradients.delivery import Delivery
 from zcompile.runtime.lockstep import RunKind
 from zcompile.runtime.tensors.explained import laid_out_like
-from zcompile.runtime.tensors.parts import part_of
+from zcompile.runtime.tensors.owned import part_of
 from zcompile.torch_internals.modules import parameters_of
 
 

@@ -14,7 +14,7 @@ from zcompile.errors import BackwardError
 from zcompile.frontend.links import Witness
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients.delivery import Delivery, refuse_compiled_autograd
-from zcompile.runtime.tensors.asked import mark
+from zcompile.runtime.tensors.parameter import mark
 from zcompile.torch_internals.aot_autograd import kinds_left_undefined
 from zcompile.torch_internals.autograd import backward_number, keeps_graph, wants_gradient
 from zcompile.torch_internals.pytree import tree_leaves
