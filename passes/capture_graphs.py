@@ -18,9 +18,9 @@ from torch import fx
 
 from zcompile.ir.captured_regions import captured_regions, is_of_graph, outlives
 from zcompile.ir.operation import data
-from zcompile.ir.ops import Accumulate, Copy, Item, Reduce, Results
+from zcompile.ir.ops import Accumulate, Copy, Reduce, Results
 from zcompile.ir.program import Program
-from zcompile.ir.program_graph import after_items
+from zcompile.passes.common.lines import copy_of
 
 
 def capture_graphs(program: Program) -> Program:
@@ -44,15 +44,7 @@ def copy_out(program: Program) -> Program:
         for value in outlives(program, user):
             if is_of_graph(program, value):
                 if (value, strided) not in copies:
-                    copies[value, strided] = _copy(program, value, strided=strided)
+                    meta = replace(data(value), op=Copy(strided=strided), view=False, storage=0)
+                    copies[value, strided] = copy_of(program, value, meta, "copy")
                 user.replace_input_with(value, copies[value, strided])
     return program
-
-
-def _copy(program: Program, value: fx.Node, *, strided: bool) -> fx.Node:
-    call = value.all_input_nodes[0] if isinstance(data(value).op, Item) else value
-    with program.graph.inserting_after(after_items(call)):
-        meta = replace(data(value), op=Copy(strided=strided), view=False, storage=0)
-        copied = program.add((value,), meta, f"{value.name}_copy")
-    copied.meta["val"] = value.meta.get("val")
-    return copied

@@ -15,11 +15,11 @@ from __future__ import annotations
 from torch import fx
 
 from zcompile.ir.operation import Phase, data
-from zcompile.ir.ops import Item, Results
+from zcompile.ir.ops import Results, called
 from zcompile.ir.parameter_views import derived_values
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_random
-from zcompile.passes.common.unit_runs import runs
+from zcompile.passes.common.recompute import runs
 
 LARGE_BYTES = 1024 * 1024
 """Gradients of the last unit from which the exchange takes longer than a region more is worth."""
@@ -60,9 +60,4 @@ def _not_needed(before: list[fx.Node], last: list[fx.Node]) -> list[fx.Node]:
     for node in reversed(before):
         if node in needed or is_random(node):
             needed |= {node, *node.all_input_nodes}
-    return [node for node in before if _called(node) not in needed]
-
-
-def _called(node: fx.Node) -> fx.Node:
-    """The operation itself: one of several results stays with it."""
-    return node.all_input_nodes[0] if isinstance(data(node).op, Item) else node
+    return [node for node in before if called(node) not in needed]

@@ -45,7 +45,7 @@ from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items
 from zcompile.ir.shared_memory import memory_of_values
 from zcompile.ir.tensor_type import TensorType
-from zcompile.passes.common.axis_groups import group_of
+from zcompile.passes.common.lines import copy_of, group_of, shards_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,7 @@ def _own_returned(program: Program) -> None:
     for value in dict.fromkeys(returned):
         line = memory[value].line
         if value is not line and isinstance(data(line).op, (Shards, WaitGather)):
-            call = value.all_input_nodes[0] if isinstance(data(value).op, Item) else value
-            with program.graph.inserting_after(after_items(call)):
-                meta = replace(data(value), op=Copy(strided=True), view=False)
-                copied = program.add((value,), meta, f"{value.name}_copy")
-            copied.meta["val"] = value.meta.get("val")
+            copied = copy_of(program, value, replace(data(value), op=Copy(strided=True), view=False), "copy")
             program.graph.output_node().replace_input_with(value, copied)
 
 
@@ -114,14 +110,13 @@ def _follows(program: Program, earlier: fx.Node, later: fx.Node) -> bool:
 
 def _gather(program: Program, use: _Use, *, keep: bool) -> fx.Node:
     """Put a gather and its wait before the first call of `use`; all its calls read the result, which is returned."""
-    (shards,) = [node for node in program.nodes(Shards) if op_of(node, Shards).unit == use.unit]
-    phase = data(use.calls[0]).phase
-    dtype = program.layout.unit(use.unit).compute_dtype
+    unit = program.layout.unit(use.unit)
+    shards, phase = shards_of(program, unit), data(use.calls[0]).phase
     kind: type[AllGather] = AllGather
     given: tuple[fx.Node, ...] = (shards,)
-    if program.layout.has_secondary and program.layout.unit(use.unit).is_sharded:
+    if program.layout.has_secondary and unit.is_sharded:
         kind, given = GatherInside, (shards, _secondary(program, shards, use.calls[0]))
-    gather_data = Data(kind(use.unit, keep, dtype), phase, source=use.unit)
+    gather_data = Data(kind(use.unit, keep, unit.compute_dtype), phase, source=use.unit)
     with program.graph.inserting_before(use.calls[0]):
         gather = program.add(given, gather_data, f"{shards.name}_gather")
         full = program.add((gather,), Data(WaitGather(use.unit), phase, source=use.unit), f"{shards.name}_full")

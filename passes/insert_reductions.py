@@ -19,38 +19,12 @@ replicate)`.
 
 from __future__ import annotations
 
-from torch import fx
-
-from zcompile.ir.layout import Unit
 from zcompile.ir.program import Program
-from zcompile.ir.program_graph import set_results
-from zcompile.passes.common.axis_groups import group_of
-from zcompile.passes.common.reductions import next_line, owned, reduction_of
+from zcompile.passes.common.lines import reduce_gradients
 
 
 def insert_reductions(program: Program) -> Program:
     """A program that returns reduced gradients, by unit."""
     program = program.copy()
-    results = program.results
-    gradients = results.gradients
-    position = {node: index for index, node in enumerate(program.graph.nodes)}
-    ready = {
-        unit.name: max((position[gradients[p.name]] for p in unit.params if p.name in gradients), default=-1)
-        for unit in program.layout.units
-    }
-    nodes = list(program.graph.nodes)
-    units = sorted((u for u in program.layout.units if ready[u.name] >= 0), key=lambda unit: ready[unit.name])
-    axis = program.layout.replicated
-    group = group_of(program, axis) if axis and units else None
-    reduced = [_reduce(program, unit, gradients, nodes[ready[unit.name]], group) for unit in units]
-    set_results(program.graph, outputs=results.outputs, input_gradients=results.input_gradients, reduced=reduced)
+    reduce_gradients(program, {name: [gradient] for name, gradient in program.results.gradients.items()})
     return program
-
-
-def _reduce(
-    program: Program, unit: Unit, gradients: dict[str, fx.Node], last: fx.Node, group: fx.Node | None
-) -> fx.Node:
-    """Reduce the gradients of `unit` once `last` of them is there, also over the ranks of `group`; returns the wait."""
-    with program.graph.inserting_before(next_line(program, last)):
-        grads = [owned(program, gradients.get(param.name), unit) for param in unit.params]
-        return reduction_of(program, unit, grads, group)

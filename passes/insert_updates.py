@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from zcompile.ir.operation import Data, data, op_of
-from zcompile.ir.ops import AVERAGES, Averaging, Copy, Shards, Update, WaitReduce
+from zcompile.ir.operation import Data, data
+from zcompile.ir.ops import AVERAGES, Averaging, Copy, Update, WaitReduce
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items, reads_of, set_results
+from zcompile.passes.common.lines import shards_of
 
 
 def insert_updates(program: Program) -> Program:
@@ -30,7 +31,7 @@ def insert_updates(program: Program) -> Program:
         op = data(waited).op
         assert isinstance(op, AVERAGES), "gradients are reduced"
         meta = Data(Update(op.unit, op.params), program.phases[-1], source=op.unit)
-        shards = next(node for node in program.nodes(Shards) if op_of(node, Shards).unit == op.unit)
+        shards = shards_of(program, program.layout.unit(op.unit))
         with program.graph.inserting_after(_last(program, [waited, *reads_of(shards)])):
             program.add((shards, waited), meta, f"{shards.name}_update")
     set_results(program.graph, outputs=results.outputs, input_gradients=results.input_gradients)

@@ -36,7 +36,8 @@ def keep_full(program: Program, *, prefetch: int = 2) -> Program:
             continue  # kept already
         unit = op_of(again, WaitGather).unit
         full = next((full for full in ending if op_of(full, WaitGather).unit == unit), None)
-        if full is None or _is_kept(full):  # one that is kept for an earlier use would stay too long
+        if full is None or any(data(user).phase is Phase.BACKWARD for user in full.users):
+            # One that is kept for an earlier use would stay too long.
             break
         keep(program, full, again)
     return program
@@ -54,15 +55,16 @@ def _in_order(program: Program, phase: Phase) -> list[fx.Node]:
     return list(uses)
 
 
-def _is_kept(full: fx.Node) -> bool:
-    return any(data(user).phase is Phase.BACKWARD for user in full.users)
-
-
 def keep(program: Program, full: fx.Node, again: fx.Node) -> None:
     """Let the backward read `full`, of the forward, in place of `again`, which is not gathered any more."""
-    (released,) = [user for user in full.users if isinstance(data(user).op, Release)]
-    program.graph.erase_node(released)
+    program.graph.erase_node(release_of(full))
     gather = again.all_input_nodes[0]
     again.replace_all_uses_with(full)
     program.graph.erase_node(again)
     program.graph.erase_node(gather)
+
+
+def release_of(full: fx.Node) -> fx.Node:
+    """What frees full parameters."""
+    (released,) = [user for user in full.users if isinstance(data(user).op, Release)]
+    return released

@@ -6,17 +6,17 @@ turn, which stay for the shortest time, are kept first; one that does not fit is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
 from zcompile.cost.memory import live_bytes, peak_bytes
 from zcompile.errors import OptionError
-from zcompile.ir.operation import Phase, data, op_of
-from zcompile.ir.ops import AllGather, Release, WaitGather
+from zcompile.ir.operation import Phase, op_of
+from zcompile.ir.ops import AllGather, WaitGather
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
-from zcompile.passes.keep_full import keep
+from zcompile.passes.keep_full import keep, release_of
 
 
 def keep_within(program: Program, *, memory_limit: int, units: Sequence[str] | None = None) -> Program:
@@ -48,21 +48,35 @@ def check_fits(least: int, memory_limit: int) -> None:
 
 def choose_kept_units(program: Program, memory_limit: int) -> tuple[str, ...]:
     """The units to keep, those nearest to the turn first."""
+    return tuple(that_fit(program, _gathered_again(program), memory_limit))
+
+
+def that_fit(
+    program: Program, gathered: Iterable[Again], memory_limit: int, *, shortest_first: bool = False
+) -> Iterator[str]:
+    """The names of those that may stay full from their release to their next gather: the first ones first.
+
+    `shortest_first`: those first for which that is the fewest lines.
+    """
     live = live_bytes(program)
-    place = {line: index for index, line in enumerate(live)}
-    held, fitting = list(live.values()), []
-    for unit, full, again in _gathered_again(program):
-        gather = again.all_input_nodes[0]
-        released = next(user for user in full.users if isinstance(data(user).op, Release))
-        meanwhile = slice(place[released], place[gather])
-        nbytes = -program.memory(released)
+    place, held = {line: index for index, line in enumerate(live)}, list(live.values())
+    gaps = []
+    for name, full, again in gathered:
+        released, gather = place[release_of(full)], place[again.all_input_nodes[0]]  # it may be gathered ahead of that
+        gaps.append((name, slice(released, max(released, gather)), -program.memory(release_of(full))))
+    if shortest_first:
+        gaps.sort(key=lambda gap: gap[1].stop - gap[1].start)
+    for name, meanwhile, nbytes in gaps:
         if max(held[meanwhile], default=0) + nbytes <= memory_limit:
             held[meanwhile] = [already + nbytes for already in held[meanwhile]]
-            fitting.append(unit)
-    return tuple(fitting)
+            yield name
 
 
-def _gathered_again(program: Program) -> Iterator[tuple[str, fx.Node, fx.Node]]:
+Again = tuple[str, fx.Node, fx.Node]
+"""A name, the full parameters of a unit, and those that are gathered again."""
+
+
+def _gathered_again(program: Program) -> Iterator[Again]:
     """Units that are gathered once in the forward and once more in the backward, in the backward's order.
 
     With each, the full parameters of the forward and of the backward.

@@ -19,16 +19,10 @@ moved than the step needs to keep it.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
-from torch import fx
-
-from zcompile.cost.memory import live_bytes
-from zcompile.ir.operation import Data, data
-from zcompile.ir.ops import OffloadStore
 from zcompile.ir.program import Program
-from zcompile.ir.tensor_type import human_bytes
-from zcompile.passes.common.move_saved import LEAST, fetched_at, movable, move
+from zcompile.passes.common.move_saved import LEAST, Saved, away_at_peak, movable, offload
 
 
 def offload_activations(
@@ -39,29 +33,12 @@ def offload_activations(
     With `memory_limit`: as much as is needed, if that is enough, for the step to hold so many bytes at most.
     """
     program = program.copy()
-    waiting = movable(program, least)
-    if not waiting:
-        return program
-    away, moved = program.add_placeholder("away", Data(OffloadStore())), list[fx.Node]()
-    while node := _next(program, waiting, ahead, memory_limit):
-        move(program, node, waiting.pop(node), away, ahead)
-        moved.append(node)
-    if not moved:
-        program.graph.erase_node(away)
-    gone, left = (human_bytes(sum(data(node).nbytes for node in nodes)) for nodes in (moved, waiting))
-    note = f"activations away: {len(moved)}, {gone}; {left} stay that could be"
-    return replace(program, notes=(*program.notes, note))
 
+    def choose(left: list[Saved]) -> Sequence[Saved]:
+        """Of what is saved while the step holds the most, the first made, which is away the longest."""
+        if memory_limit is None:
+            return left[::-1]
+        held, away = away_at_peak(program, left)
+        return away[:1] if held > memory_limit else ()
 
-def _next(program: Program, waiting: dict[fx.Node, fx.Node], ahead: int, limit: int | None) -> fx.Node | None:
-    """What to move next: of what is saved while the step holds the most, the first made, which is away the longest."""
-    if limit is None:
-        return next(reversed(waiting), None)
-    peak, held = max(live_bytes(program).items(), key=lambda line: line[1])
-    if held <= limit:
-        return None
-    place = {node: index for index, node in enumerate(program.graph.nodes)}
-    away = (
-        node for node, maker in waiting.items() if place[maker] < place[peak] < place[fetched_at(program, node, ahead)]
-    )
-    return next(away, None)
+    return offload(program, movable(program, least, ahead), choose)

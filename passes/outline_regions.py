@@ -34,7 +34,7 @@ from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.region import Region
 from zcompile.ir.spelling import common_module, free, identifier
-from zcompile.passes.common.unit_runs import runs
+from zcompile.passes.common.recompute import runs
 from zcompile.passes.common.value_names import Use, ValueNames
 
 

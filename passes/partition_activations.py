@@ -22,11 +22,10 @@ from dataclasses import replace
 from torch import fx
 
 from zcompile.errors import OptionError
-from zcompile.ir.operation import Data, data
-from zcompile.ir.ops import Group
+from zcompile.ir.operation import data
 from zcompile.ir.program import Program
-from zcompile.ir.spelling import identifier
 from zcompile.ir.tensor_type import human_bytes
+from zcompile.passes.common.lines import group_of
 from zcompile.passes.common.move_saved import LEAST, movable, move
 
 
@@ -41,23 +40,21 @@ def partition_activations(
         OptionError: nothing that a whole model saves is known to be the same on all ranks.
     """
     program = program.copy()
-    saved = movable(program, least)
-    makers = {node: maker for node, maker in saved.items() if data(node).replicated}
-    if not makers:
+    saved = movable(program, least, ahead)
+    partitioned = [one for one in saved if data(one.node).replicated]
+    if not partitioned:
         if whole and program.has_backward:
             why = f"has no effect: nothing of {human_bytes(least)} that is saved is known to be the same on all ranks"
             raise OptionError("partition_activations", why, "leave it out")
         return program
     axis = program.layout.tensor
     assert axis is not None, "values are marked as replicated over an axis"
-    place = program.add_placeholder(identifier(axis.name), Data(Group(axis.name)))
-    shards = {node: _shard_bytes(node, axis.size) for node in makers}
-    for node, maker in reversed(makers.items()):
-        move(program, node, maker, place, ahead, kept=0 if moved else shards[node])
-    every, kept = (sum(data(node).nbytes for node in nodes) for nodes in (saved, makers))
-    note = (
-        f"partitioned activations: {len(makers)}, {human_bytes(kept)} as shards of {human_bytes(sum(shards.values()))}"
-    )
+    place = group_of(program, axis)
+    shards = [_shard_bytes(one.node, axis.size) for one in partitioned]
+    for one, nbytes in zip(partitioned[::-1], shards[::-1], strict=True):
+        move(program, one, place, kept=0 if moved else nbytes)
+    every, kept = (sum(one.nbytes for one in some) for some in (saved, partitioned))
+    note = f"partitioned activations: {len(shards)}, {human_bytes(kept)} as shards of {human_bytes(sum(shards))}"
     return replace(program, notes=(*program.notes, f"{note}; {human_bytes(every - kept)} stay whole"))
 
 

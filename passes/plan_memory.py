@@ -30,8 +30,8 @@ from zcompile.ir.operation import Data, data
 from zcompile.ir.ops import AllGather, Arena, Reduce, Stack, Store
 from zcompile.ir.packing import most_alive, pack
 from zcompile.ir.program import Program
-from zcompile.ir.program_graph import after_items
 from zcompile.ir.tensor_type import TensorType, human_bytes
+from zcompile.passes.common.lines import copy_of
 from zcompile.passes.common.move_saved import maker_of
 
 
@@ -57,15 +57,12 @@ def plan_memory(program: Program, *, activations: bool = False) -> Program:
 
 def _store(program: Program) -> None:
     """Let everything behind it read the copy of a saved activation on the stack, so that the first one is freed."""
-    values = [(node, call) for node in program.saved() if (call := maker_of(program, node)) is not None]
+    values = [node for node in program.saved() if maker_of(program, node) is not None]
     if not values:
         return
     stack = program.add_placeholder("stack", Data(Stack()))
-    for node, call in reversed(values):
-        with program.graph.inserting_after(after_items(call)):
-            meta = replace(data(node), op=Store(), storage=0)
-            copied = program.add((node, stack), meta, f"{node.name}_stored")
-        copied.meta["val"] = node.meta.get("val")
+    for node in reversed(values):
+        copied = copy_of(program, node, replace(data(node), op=Store(), storage=0), "stored", stack)
         for user in list(node.users):
             if user is not copied:
                 user.replace_input_with(node, copied)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import Reduce, ReduceOutside, Results, SumAverages, WaitReduce
+from zcompile.ir.ops import Reduce, ReduceOutside, Results, SumAverages, wait_of
 from zcompile.ir.program import Program
 
 
@@ -32,13 +32,13 @@ def sink_waits(program: Program, *, depth: int = 1, consumed: bool = False) -> P
     for index, reduction in enumerate(reductions):
         bounded = consumed or op_of(reduction, Reduce).scatter
         anchor = _later(reductions, index + depth, end) if bounded else end
-        wait = _wait_of(reduction)
+        wait = wait_of(reduction)
         for node in (wait, *_replicas_of(wait), *_sums_with(wait)):
             anchor.prepend(node)
     replicas = program.nodes(ReduceOutside)
     for index, reduction in enumerate(replicas):
         anchor = _later(replicas, index + depth, end) if consumed else end
-        anchor.prepend(_wait_of(reduction))
+        anchor.prepend(wait_of(reduction))
     return program
 
 
@@ -55,8 +55,3 @@ def _sums_with(wait: fx.Node) -> list[fx.Node]:
 def _replicas_of(averages: fx.Node) -> list[fx.Node]:
     """What starts averaging averages over replicas."""
     return [user for user in averages.users if isinstance(data(user).op, ReduceOutside)]
-
-
-def _wait_of(reduction: fx.Node) -> fx.Node:
-    (wait,) = [user for user in reduction.users if isinstance(data(user).op, WaitReduce)]
-    return wait

@@ -25,7 +25,7 @@ from zcompile.ir import ops
 from zcompile.ir.layout import WIRE_DTYPES, Hybrid
 from zcompile.ir.operation import Data, Phase, data, op_of
 from zcompile.ir.program_graph import after_items
-from zcompile.passes.common.axis_groups import group_of
+from zcompile.passes.common.lines import group_of
 
 _WIRES = (None, *WIRE_DTYPES)
 

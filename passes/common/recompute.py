@@ -30,7 +30,6 @@ from zcompile.ir.parameter_views import derived_values, is_view, parameters_read
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective, is_pure, is_random, is_wait
 from zcompile.ir.tensor_type import TensorType
-from zcompile.passes.common.unit_runs import runs
 from zcompile.torch_internals.operators import random_state, replayed_random, saved_random
 from zcompile.torch_internals.sizes import is_symbolic
 
@@ -43,6 +42,28 @@ class RegionRun:
     phase: Phase
     unit: str
     nodes: Sequence[fx.Node]
+
+
+def runs(nodes: list[fx.Node]) -> list[list[fx.Node]]:
+    """Maximal runs of one unit; glue joins the run before it, at the beginning the one after.
+
+    What a divided backward leaves for later begins runs of its own.
+    """
+    runs: list[list[fx.Node]] = []
+    home: dict[fx.Node, list[fx.Node]] = {}
+    current, deferred = "", False
+    for node in nodes:
+        if isinstance(data(node).op, Item):
+            home[node] = home[node.all_input_nodes[0]]
+        else:
+            unit = data(node).unit
+            if not runs or (unit and current and unit != current) or data(node).deferred is not deferred:
+                runs.append([])
+                deferred, current = data(node).deferred, ""
+            current = unit or current
+            home[node] = runs[-1]
+        home[node].append(node)
+    return runs
 
 
 class SavedValueAnalysis:
@@ -208,7 +229,10 @@ class _Editor:
             }
             state = self._state(value) if is_random(value) else None
             with self.program.graph.inserting_before(before):
-                made = self._replayed(value, state, sources) if state else self._copied(value, sources)
+                if state:
+                    made = self._replayed(value, state, sources)
+                else:
+                    made = self.program.graph.node_copy(value, sources.__getitem__)
             self.again[value] = set_data(made, replace(data(value), phase=Phase.BACKWARD, unit=run.unit))
         return self.again[value]
 
@@ -225,9 +249,6 @@ class _Editor:
                 made, Data(Compute(), type=data(value).type, source=meta.source, unit=meta.unit)
             )
         return self.kept[value]
-
-    def _copied(self, value: fx.Node, sources: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        return self.program.graph.node_copy(value, sources.__getitem__)
 
     def _replayed(self, value: fx.Node, state: fx.Node, sources: Mapping[fx.Node, fx.Node]) -> fx.Node:
         args, kwargs = fx.map_arg((value.args, value.kwargs), sources.__getitem__)

@@ -40,14 +40,14 @@ def known_everywhere(program: Program) -> set[fx.Node]:
     tangents = {node for node in known if op_of(node, Input).kind is Kind.TANGENT}
     for node in program.graph.nodes:
         op = data(node).op
-        pure = node.op == "get_attr" or isinstance(op, Item) or (isinstance(op, Compute) and _is_repeatable(node))
+        pure = (
+            node.op == "get_attr"
+            or isinstance(op, Item)
+            or (isinstance(op, Compute) and is_pure(node) and not is_random(node))
+        )
         if pure and all(source in known and source not in tangents for source in node.all_input_nodes):
             known.add(node)
     return known | derived_values(program)
-
-
-def _is_repeatable(node: fx.Node) -> bool:
-    return is_pure(node) and not is_random(node)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from torch import fx
 
 from zcompile.ir.operation import Phase, data, set_data
-from zcompile.ir.ops import Item, Results
+from zcompile.ir.ops import Results, called
 from zcompile.ir.parameter_views import derived_values
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_random
@@ -38,8 +38,7 @@ def divide_backward(program: Program, *, sent: int | None = None) -> Program:
             needed |= {node, *node.all_input_nodes}
     (end,) = program.nodes(Results)
     for node in body:
-        called = node.all_input_nodes[0] if isinstance(data(node).op, Item) else node
-        if called not in needed and node not in derived:
+        if called(node) not in needed and node not in derived:
             end.prepend(node)
             set_data(node, replace(data(node), deferred=True))
     return program

@@ -16,16 +16,15 @@ shortest time are left out first; where that does not fit, the unit is gathered 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 from torch import fx
 
-from zcompile.cost.memory import live_bytes, peak_bytes
-from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import AllGather, Release, WaitGather
+from zcompile.cost.memory import peak_bytes
+from zcompile.ir.operation import op_of
+from zcompile.ir.ops import AllGather, WaitGather
 from zcompile.ir.program import Program
 from zcompile.passes.keep_full import keep
-from zcompile.passes.keep_within import check_fits
+from zcompile.passes.keep_within import check_fits, that_fit
 
 
 def keep_between_actions(program: Program, *, memory_limit: int) -> Program:
@@ -36,8 +35,10 @@ def keep_between_actions(program: Program, *, memory_limit: int) -> Program:
     """
     check_fits(peak_bytes(program), memory_limit)
     program = program.copy()
-    fitting = _that_fit(program, memory_limit)
-    for gathered in _by_unit(program).values():
+    pairs = (pair for gathered in _by_unit(program) for pair in itertools.pairwise(gathered))
+    again_full = ((again.name, full, again) for full, again in pairs)
+    fitting = set(that_fit(program, again_full, memory_limit, shortest_first=True))
+    for gathered in _by_unit(program):
         full = gathered[0]
         for again in gathered[1:]:
             if again.name in fitting:
@@ -47,43 +48,11 @@ def keep_between_actions(program: Program, *, memory_limit: int) -> Program:
     return program
 
 
-@dataclass(frozen=True, slots=True)
-class _Gap:
-    """Lines between the release of a unit and its next gather."""
-
-    again: str
-    """What that gives."""
-    lines: slice
-    nbytes: int
-
-
-def _by_unit(program: Program) -> dict[str, list[fx.Node]]:
+def _by_unit(program: Program) -> list[list[fx.Node]]:
     """The full parameters of each unit, in the order in which they are gathered."""
     result: dict[str, list[fx.Node]] = {}
     for full in program.nodes(WaitGather):
         (gather,) = full.all_input_nodes
         if not op_of(gather, AllGather).keep:
             result.setdefault(op_of(full, WaitGather).unit, []).append(full)
-    return result
-
-
-def _that_fit(program: Program, memory_limit: int) -> set[str]:
-    """The names of the full parameters that need not be gathered, as those before them are kept."""
-    live = live_bytes(program)
-    place, held = {line: index for index, line in enumerate(live)}, list(live.values())
-    fitting = set[str]()
-    for gap in sorted(_gaps(program, place), key=lambda gap: gap.lines.stop - gap.lines.start):
-        if max(held[gap.lines], default=0) + gap.nbytes <= memory_limit:
-            held[gap.lines] = [already + gap.nbytes for already in held[gap.lines]]
-            fitting.add(gap.again)
-    return fitting
-
-
-def _gaps(program: Program, place: dict[fx.Node, int]) -> list[_Gap]:
-    found = []
-    for gathered in _by_unit(program).values():
-        for full, again in itertools.pairwise(gathered):
-            (released,) = [user for user in full.users if isinstance(data(user).op, Release)]
-            begin, end = place[released], place[again.all_input_nodes[0]]  # the second may be gathered ahead of that
-            found.append(_Gap(again.name, slice(begin, max(begin, end)), -program.memory(released)))
-    return found
+    return list(result.values())

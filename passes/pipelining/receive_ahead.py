@@ -16,7 +16,7 @@ from dataclasses import replace
 from torch import fx
 
 from zcompile.ir.operation import data, op_of, set_data
-from zcompile.ir.ops import Receive, WaitReceive
+from zcompile.ir.ops import Receive, wait_of
 from zcompile.ir.program import Program
 
 
@@ -32,13 +32,8 @@ def receive_ahead(program: Program, *, depth: int = 1) -> Program:
                 _move_to_begin(program, node)
             else:
                 # Waits may come in another order than messages do, where one of these is needed later.
-                _move_after(program, node, [_wait_of(received[index - depth]), received[index - 1]])
+                _move_after(program, node, [wait_of(received[index - depth]), received[index - 1]])
     return program
-
-
-def _wait_of(node: fx.Node) -> fx.Node:
-    (wait,) = [user for user in node.users if isinstance(data(user).op, WaitReceive)]
-    return wait
 
 
 def _move_to_begin(program: Program, node: fx.Node) -> None:

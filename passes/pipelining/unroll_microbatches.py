@@ -57,8 +57,11 @@ from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.region import Region
 from zcompile.ir.tensor_type import TensorType
-from zcompile.passes.common.boundary import Crossing, End, Lending, PipelineStage
-from zcompile.passes.common.stage_messages import (
+from zcompile.passes.common.boundary import (
+    Crossing,
+    End,
+    Lending,
+    PipelineStage,
     StageMessage,
     StepInputs,
     collected,

@@ -4,7 +4,7 @@ from tests.passes.programs import CHAIN, TRACED, joined
 from zcompile import parse
 from zcompile.ir.operation import Phase, data
 from zcompile.passes.assign_units import assign_units
-from zcompile.passes.common.unit_runs import runs
+from zcompile.passes.common.recompute import runs
 from zcompile.passes.pipelining.cut_stages import cut_stages
 from zcompile.passes.pipelining.divide_backward import divide_backward
 
