@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import signal
@@ -94,6 +96,39 @@ class Ranks:
         self.workers = {}
 
 
+Body = Callable[..., Any]
+"""What a test does on each rank: it is given the rank and the test's arguments, and gives nothing, or what is wrong."""
+
+
+def on_ranks(world: int | None = None, **limits: float) -> Callable[[Body], Callable[..., None]]:
+    """Make a test of what each of `world` ranks does, which are processes of the pool; `limits` are those of its `run`.
+
+    world: Without it, as many as the test's argument of that name says.
+    """
+    return functools.partial(_test_of, "ranks", world, limits)
+
+
+def on_threads(world: int | None = None) -> Callable[[Body], Callable[..., None]]:
+    """Make a test of what each of `world` ranks does, which are threads, as `on_ranks` does."""
+    return functools.partial(_test_of, "threads", world, {})
+
+
+def _test_of(fixture: str, world: int | None, limits: dict[str, float], body: Body) -> Callable[..., None]:
+    parameters = list(inspect.signature(body).parameters.values())[1:]
+
+    @functools.wraps(body)
+    def test(**given: Any) -> None:
+        size = given["world"] if world is None else world
+        answers = given[fixture].run(size, body, *(given[one.name] for one in parameters), **limits)
+        wrong = {rank: answer for rank, answer in enumerate(answers) if answer}
+        assert not wrong, wrong
+
+    pool = inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    test.__signature__ = inspect.Signature([pool, *parameters])  # type: ignore[attr-defined]
+    test.on_each_rank = body  # type: ignore[attr-defined]
+    return test
+
+
 class Worker:
     """A process that is a rank of one job after the other."""
 
@@ -139,6 +174,8 @@ def _work(connection: Connection, size: int, on: Device, number: int, log: str) 
     join = {"host": _gloo, "simulated": _simulated}.get(on, partial(_nccl, on == "bound gpu"))(size, number)
     import torch
     import torch.distributed as dist
+    from _pytest.assertion import install_importhook
+    from _pytest.config import get_config
 
     from tests.shared_steps import sharing_steps
     from tests.shared_traces import sharing
@@ -146,6 +183,7 @@ def _work(connection: Connection, size: int, on: Device, number: int, log: str) 
     from zcompile.torch_internals.dtensor import forget_meshes
 
     torch.set_num_threads(1)
+    install_importhook(get_config())  # asserts on ranks say what they have found, as in tests
     garbage = Collector()
     gc.disable()
     while True:
@@ -158,6 +196,7 @@ def _work(connection: Connection, size: int, on: Device, number: int, log: str) 
             value: Any = importlib.import_module(module)
             for part in name.split("."):
                 value = getattr(value, part)
+            value = getattr(value, "on_each_rank", value)
             with sharing(), sharing_steps():
                 answer = (True, in_large_frame(value, rank, *args))
         except BaseException:

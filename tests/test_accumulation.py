@@ -17,6 +17,7 @@ import zcompile
 from tests.cases import quickly
 from tests.compare import gradients
 from tests.models import batch, make
+from tests.ranks import on_threads
 from tests.test_fragments import make as make_broken
 from tests.threads import Threads
 from zcompile import OptionError
@@ -67,15 +68,15 @@ def test_micro_batches_sum_as_under_ddp(threads: Threads, kind: str, stage: int)
 
 
 @quickly("stage, kind, prefetch", [*product([2, 3], ["mlp", "gpt"], [0, 1, 2])], [(2, "mlp", 2), (3, "mlp", 0)])
-def test_full_gradients_are_kept_in_every_stage(threads: Threads, kind: str, stage: int, prefetch: int) -> None:
-    assert threads.run(2, full_gradients, kind, stage, prefetch) == [[], []]
-
-
-def full_gradients(rank: int, kind: str, stage: int, prefetch: int) -> list[str]:
+@on_threads(2)
+def test_full_gradients_are_kept_in_every_stage(rank: int, kind: str, stage: int, prefetch: int) -> list[str]:
     return against_ddp(rank, kind, stage, full=True, prefetch=prefetch)
 
 
-def full_on_two_axes(rank: int, shard: str) -> bool:
+@pytest.mark.slow
+@quickly("shard", ["hsdp", "hfsdp", "hpz"], ["hfsdp"])
+@on_threads(4)
+def test_full_gradients_are_kept_over_two_axes(rank: int, shard: str) -> None:
     """Against the same micro-batches reduced one by one."""
     found = []
     for full in (True, False):
@@ -83,16 +84,13 @@ def full_on_two_axes(rank: int, shard: str) -> bool:
         compiled = zcompile.compile(make("mlp"), stage=3, backend="eager", mesh=mesh, shard=shard)
         accumulate(compiled, compiled, "mlp", rank, 0, full=full)
         found.append(gradients(compiled))
-    return all(torch.allclose(grad, found[1][name], rtol=1e-5, atol=1e-7) for name, grad in found[0].items())
+    assert all(torch.allclose(grad, found[1][name], rtol=1e-5, atol=1e-7) for name, grad in found[0].items())
 
 
 @pytest.mark.slow
-@quickly("shard", ["hsdp", "hfsdp", "hpz"], ["hfsdp"])
-def test_full_gradients_are_kept_over_two_axes(threads: Threads, shard: str) -> None:
-    assert threads.run(4, full_on_two_axes, shard) == [True] * 4
-
-
-def reduced(rank: int, stage: int) -> list[int]:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_threads(2)
+def test_full_gradients_are_reduced_once(rank: int, stage: int) -> None:
     """Bytes that three micro-batches send, with gradients kept full and with each reduced."""
     sent = []
     for full in (True, False):
@@ -102,13 +100,7 @@ def reduced(rank: int, stage: int) -> list[int]:
         accumulate(compiled, compiled, "gpt", rank, 1, full=full)
         sent.append(compiled.traffic.payload - before)
     psi = sum(param.padded_bytes for param in compiled.layout.params if param.shards)
-    return [(sent[1] - sent[0]) // psi, sent[0] < sent[1]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_full_gradients_are_reduced_once(threads: Threads, stage: int) -> None:
-    assert threads.run(2, reduced, stage) == [[MICRO - 1, True]] * 2
+    assert [(sent[1] - sent[0]) // psi, sent[0] < sent[1]] == [MICRO - 1, True]
 
 
 def broken(rank: int, stage: int) -> bool:
@@ -141,7 +133,9 @@ class Switch(nn.Module):
         return (self.a if which == "a" else self.b)(x).sum()
 
 
-def unreached(rank: int, stage: int) -> list[float]:
+@pytest.mark.parametrize("stage", [0, 1])
+@on_threads(2)
+def test_the_last_micro_batch_reduces_what_it_does_not_reach(rank: int, stage: int) -> None:
     """The last micro-batch does not reach what an earlier one did: its gradient is reduced all the same."""
     compiled = zcompile.compile(Switch(), stage=stage, backend="eager")
     x = torch.full((2, 3), float(rank + 1))
@@ -149,12 +143,8 @@ def unreached(rank: int, stage: int) -> list[float]:
         compiled(x, "a").backward()
     compiled(x, "b").backward()
     torch.optim.SGD(compiled.parameters(), lr=0.1).step()
-    return [float(grad.abs().max()) for grad in gradients(compiled).values() if grad is not None]
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_the_last_micro_batch_reduces_what_it_does_not_reach(threads: Threads, stage: int) -> None:
-    assert threads.run(2, unreached, stage) == [[3.0, 2.0, 3.0, 2.0]] * 2
+    largest = [float(grad.abs().max()) for grad in gradients(compiled).values() if grad is not None]
+    assert largest == [3.0, 2.0, 3.0, 2.0]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -208,9 +198,10 @@ def test_gradients_averaged_before_no_sync_are_kept(stage: int) -> None:
     assert all(torch.allclose(got[name], want[name], rtol=1e-5) for name in want)
 
 
-def apart(rank: int, stage: int) -> int:
+@on_threads(2)
+def test_ranks_may_hold_back_unequal_numbers_and_keep_nothing_afterwards(rank: int) -> None:
     """Ranks hold back another number of micro-batches, of several programs: nothing communicates until the last one."""
-    compiled = zcompile.compile(Switch(), stage=stage, backend="eager")
+    compiled = zcompile.compile(Switch(), stage=0, backend="eager")
     x = torch.ones(2, 3)
     for which in ("a", "b"):
         compiled(x, which).backward()
@@ -220,11 +211,7 @@ def apart(rank: int, stage: int) -> int:
         with torch.no_grad():
             compiled(x, "b" if rank else "a")
     compiled(x, "a").backward()
-    return sum(len(shards._held) for shards in compiled._engine.runtime.shards.values())
-
-
-def test_ranks_may_hold_back_unequal_numbers_and_keep_nothing_afterwards(threads: Threads) -> None:
-    assert threads.run(2, apart, 0) == [0, 0]
+    assert sum(len(shards._held) for shards in compiled._engine.runtime.shards.values()) == 0
 
 
 class Fails(torch.autograd.Function):

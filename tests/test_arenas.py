@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import zcompile
 from tests.cases import quickly
 from tests.models import GPT, batch, make
+from tests.ranks import on_threads
 from tests.test_training import STEPS, train, train_ddp
-from tests.threads import Threads
 from zcompile.runtime.arena import Arenas
 
 CPU = torch.device("cpu")
@@ -70,7 +70,10 @@ OPTIONS = {
 }
 
 
-def against_ddp(rank: int, kind: str) -> list[str]:
+@pytest.mark.slow
+@quickly("kind", ["gpt", "mlp", "conv"], ["gpt"], slow=())
+@on_threads(2)
+def test_numbers_are_those_of_ddp(rank: int, kind: str) -> list[str]:
     want = train_ddp(rank, kind, STEPS)
     differing = []
     for case, options in OPTIONS.items():
@@ -80,25 +83,18 @@ def against_ddp(rank: int, kind: str) -> list[str]:
     return differing
 
 
-@pytest.mark.slow
-@quickly("kind", ["gpt", "mlp", "conv"], ["gpt"], slow=())
-def test_numbers_are_those_of_ddp(threads: Threads, kind: str) -> None:
-    assert threads.run(2, against_ddp, kind) == [[], []]
-
-
-def against_none(rank: int, stage: int, backend: str) -> list[str]:
+@quickly("stage, backend", [(3, "eager"), (1, "inductor"), (3, "inductor")], [], slow=[(3, "eager")])
+@on_threads(3)
+def test_in_an_odd_world_nothing_changes(rank: int, stage: int, backend: str) -> list[str]:
     options = {"stage": stage, "dtype": torch.bfloat16, "checkpoint": "unit", "backend": backend}
     want, _, _ = train(rank, "gpt", 3, **options)
     got, _, _ = train(rank, "gpt", 3, arenas=True, **options)
     return [name for name in want if not torch.equal(got[name], want[name])]
 
 
-@quickly("stage, backend", [(3, "eager"), (1, "inductor"), (3, "inductor")], [], slow=[(3, "eager")])
-def test_in_an_odd_world_nothing_changes(threads: Threads, stage: int, backend: str) -> None:
-    assert threads.run(3, against_none, stage, backend) == [[], [], []]
-
-
-def interleaved(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_threads(2)
+def test_what_a_backward_still_needs_is_left_alone(rank: int) -> list[str]:
     """Gradients of two losses whose backwards run last first, of one kept graph run twice, and of a failed step."""
     found = []
     for arenas in (False, True):
@@ -116,11 +112,8 @@ def interleaved(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_a_backward_still_needs_is_left_alone(threads: Threads) -> None:
-    assert threads.run(2, interleaved) == [[], []]
-
-
-def reserved(rank: int) -> list[int]:
+@on_threads(2)
+def test_arenas_stop_growing_once_they_have_seen_the_largest_batch(rank: int) -> None:
     """Bytes of the arenas after each of some steps with batches of many sizes."""
     compiled = zcompile.compile(GPT(layers=3, width=32), backend="eager", checkpoint="unit", arenas=True)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
@@ -132,13 +125,7 @@ def reserved(rank: int) -> list[int]:
         optimizer.step()
         optimizer.zero_grad()
         kept.append(compiled._engine.runtime.arenas.nbytes)
-    return kept
-
-
-@pytest.mark.slow
-def test_arenas_stop_growing_once_they_have_seen_the_largest_batch(threads: Threads) -> None:
-    for kept in threads.run(2, reserved):
-        assert len(set(kept[10:])) == 1
+    assert len(set(kept[10:])) == 1
 
 
 class Dropping(nn.Module):
@@ -156,7 +143,10 @@ class Dropping(nn.Module):
         return x.sum()
 
 
-def with_dropout(rank: int, backend: str) -> list[str]:
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@on_threads(1)
+def test_states_of_random_numbers_stay_where_torch_can_read_them(rank: int, backend: str) -> list[str]:
     found = []
     for arenas in (False, True):
         torch.manual_seed(0)
@@ -164,12 +154,6 @@ def with_dropout(rank: int, backend: str) -> list[str]:
         compiled(torch.ones(4, 8)).backward()
         found.append({name: param.grad.to_local() for name, param in compiled.named_parameters()})
     return [name for name, gradient in found[0].items() if not torch.equal(gradient, found[1][name])]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_states_of_random_numbers_stay_where_torch_can_read_them(threads: Threads, backend: str) -> None:
-    assert threads.run(1, with_dropout, backend) == [[]]
 
 
 class Recomputing(nn.Module):
@@ -188,7 +172,11 @@ class Recomputing(nn.Module):
         return x.sum()
 
 
-def with_checkpoints_of_the_user(rank: int, backend: str, folder: str) -> list[list[str]]:
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@on_threads(1)
+def test_states_that_the_users_checkpoint_saves_stay_where_they_are(rank: int, backend: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     every: list[dict[str, Any]] = [{}, {"arenas": True}, {"offload_activations": f"disk:{folder}"}]
     found = []
     for options in every:
@@ -196,15 +184,8 @@ def with_checkpoints_of_the_user(rank: int, backend: str, folder: str) -> list[l
         compiled = zcompile.compile(Recomputing(), backend=backend, checkpoint="unit", units=["parts.*"], **options)
         compiled(torch.ones(4, 8)).backward()
         found.append({name: param.grad.to_local() for name, param in compiled.named_parameters()})
-    return [[name for name, gradient in found[0].items() if not torch.equal(gradient, other[name])] for other in found]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_states_that_the_users_checkpoint_saves_stay_where_they_are(
-    threads: Threads, backend: str, tmp_path: Path
-) -> None:
-    assert threads.run(1, with_checkpoints_of_the_user, backend, str(tmp_path)) == [[[], [], []]]
+    for other in found:
+        assert [name for name, gradient in found[0].items() if not torch.equal(gradient, other[name])] == []
 
 
 def test_a_limit_beside_them_is_refused() -> None:

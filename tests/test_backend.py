@@ -24,7 +24,7 @@ from tests import zoo
 from tests.cases import quickly
 from tests.compare import full
 from tests.models import batch, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks
 from zcompile import torch_backend
 from zcompile.torch_backend import compiler
 from zcompile.torch_internals.dynamo import BackendCompilerFailed, modules_given_to
@@ -103,7 +103,10 @@ class Looped(nn.Module):
         return x.square().mean()
 
 
-def looped(rank: int, stage: int) -> list[str]:
+@pytest.mark.slow
+@quickly("stage", [0, 3], [3])
+@on_ranks(2)
+def test_equal_blocks_that_share_a_graph_keep_parameters_of_their_own(rank: int, stage: int) -> list[str]:
     torch.manual_seed(0)
     reference = Looped()
     model = copy.deepcopy(reference)
@@ -117,12 +120,6 @@ def looped(rank: int, stage: int) -> list[str]:
             if not torch.allclose(full(ours.grad), theirs.grad, rtol=1e-4, atol=1e-6):
                 differing.append(f"step {step} {name}")
     return differing
-
-
-@pytest.mark.slow
-@quickly("stage", [0, 3], [3])
-def test_equal_blocks_that_share_a_graph_keep_parameters_of_their_own(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, looped, stage) == [[], []]
 
 
 class Piecewise(nn.Module):
@@ -141,7 +138,10 @@ class Piecewise(nn.Module):
         return self.layers[2](x).square().mean()
 
 
-def piecewise(rank: int, stage: int) -> list[str]:
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_graphs_that_come_while_the_model_runs(rank: int, stage: int) -> list[str]:
     torch.manual_seed(0)
     reference = Piecewise()
     model = copy.deepcopy(reference)
@@ -157,12 +157,6 @@ def piecewise(rank: int, stage: int) -> list[str]:
     state = model.state_dict()
     pairs = {name: (full(state[name]), param) for name, param in reference.named_parameters()}
     return [name for name, (ours, theirs) in pairs.items() if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_graphs_that_come_while_the_model_runs(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, piecewise, stage) == [[], []]
 
 
 def clipped_in_part(rank: int) -> str:
@@ -383,7 +377,9 @@ class Apart(nn.Module):
         return self.second(self.first(x))
 
 
-def by_name_with_breaks(rank: int, stage: int, apart: bool) -> list[bool]:
+@pytest.mark.parametrize(("stage", "apart"), [(0, False), (3, False), (3, True)])
+@on_ranks(2)
+def test_several_graphs_by_name_under_one_optimizer(rank: int, stage: int, apart: bool) -> None:
     warnings.simplefilter("ignore")
     """One optimizer holds the parameters of all graphs, and of both backends where two modules are compiled `apart`.
 
@@ -402,14 +398,9 @@ def by_name_with_breaks(rank: int, stage: int, apart: bool) -> list[bool]:
             optimizer.step()
             optimizer.zero_grad()
     state = model.state_dict()
-    return [torch.allclose(full(state[name]), value, atol=1e-5) for name, value in plain.state_dict().items()]
-
-
-@pytest.mark.parametrize(("stage", "apart"), [(0, False), (3, False), (3, True)])
-def test_several_graphs_by_name_under_one_optimizer(ranks: Ranks, stage: int, apart: bool) -> None:
-    for found in ranks.run(2, by_name_with_breaks, stage, apart):
-        assert found
-        assert all(found)
+    found = [torch.allclose(full(state[name]), value, atol=1e-5) for name, value in plain.state_dict().items()]
+    assert found
+    assert all(found)
 
 
 def test_what_a_module_within_another_has_for_a_backend_stays_its_own() -> None:
@@ -520,16 +511,13 @@ def test_a_module_of_which_nothing_is_compiled_is_refused_by_the_step(ranks: Ran
         assert unchanged == "True"
 
 
-def nothing_compiled_by_name(rank: int) -> str:
+@on_ranks(2)
+def test_a_backend_that_is_given_by_name_and_never_called_refuses_the_step(rank: int) -> None:
     model = nn.LSTM(4, 4)
     called = torch.compile(model, backend="zcompile")
     called(torch.randn(2, 3, 4))[0].sum().backward()
-    return step_error(sgd(called))
-
-
-def test_a_backend_that_is_given_by_name_and_never_called_refuses_the_step(ranks: Ranks) -> None:
-    for message in ranks.run(2, nothing_compiled_by_name):
-        assert message.startswith("weight_ih_l0: was in no compiled graph")
+    message = step_error(sgd(called))
+    assert message.startswith("weight_ih_l0: was in no compiled graph")
 
 
 def test_alone_a_module_of_which_nothing_is_compiled_trains_as_before(ranks: Ranks) -> None:
@@ -537,24 +525,21 @@ def test_alone_a_module_of_which_nothing_is_compiled_trains_as_before(ranks: Ran
     assert (other, first, second, unchanged) == ("", "", "", "False")
 
 
-def two_optimizers(rank: int, named: bool) -> list[str]:
+@pytest.mark.parametrize("named", [False, True])
+@on_ranks(2)
+def test_an_optimizer_over_what_was_left_out_of_graphs_alone_is_refused(rank: int, named: bool) -> None:
     model = Recurrent()
     options: Any = {"backend": "eager"}
     backend: Any = "zcompile" if named else zcompile.backend(**options)
     called = torch.compile(model, backend=backend, **({"options": options} if named else {}))
     head, lstm = sgd(model.head), sgd(model.lstm)
     called(torch.randn(2, 3, 4)).sum().backward()
-    return [step_error(head), step_error(lstm)]
+    assert step_error(head) == ""
+    assert step_error(lstm).startswith("lstm.weight_ih_l0: was in no compiled graph")
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_an_optimizer_over_what_was_left_out_of_graphs_alone_is_refused(ranks: Ranks, named: bool) -> None:
-    for head, lstm in ranks.run(2, two_optimizers, named):
-        assert head == ""
-        assert lstm.startswith("lstm.weight_ih_l0: was in no compiled graph")
-
-
-def count_searches(rank: int) -> list[int]:
+@on_ranks(2)
+def test_compiled_modules_are_looked_for_once_an_optimizer(rank: int) -> None:
     other, count = nn.Linear(2, 2), 0
 
     def counted(*args: Any) -> Any:
@@ -573,13 +558,9 @@ def count_searches(rank: int) -> list[int]:
             optimizer.step()
             counts.append(count)
     del backend
-    return counts
-
-
-def test_compiled_modules_are_looked_for_once_an_optimizer(ranks: Ranks) -> None:
-    for none, first, second, third in ranks.run(2, count_searches):
-        assert none == 0
-        assert 0 < first == second == third
+    none, first, second, third = counts
+    assert none == 0
+    assert 0 < first == second == third
 
 
 def test_a_second_and_a_stale_backward_are_refused() -> None:
@@ -662,19 +643,17 @@ def test_batch_normalization_keeps_its_dtype_in_mixed_precision(training: bool) 
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=5e-2, atol=5e-2)
 
 
-def explained(rank: int, folder: str) -> str:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_graph_without_parameters_is_explained_and_dumped(rank: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     trained, plain = nn.Linear(4, 4), nn.Tanh()
     made = zcompile.backend(backend="eager")
     torch.compile(trained, backend=made)(torch.ones(2, 4)).sum().backward()
     torch.compile(plain, backend=made)(torch.ones(2, 4, requires_grad=True)).sum().backward()
     made.dump(folder)
-    return made.explain()
-
-
-@pytest.mark.slow
-def test_a_graph_without_parameters_is_explained_and_dumped(ranks: Ranks, tmp_path: Path) -> None:
-    for text in ranks.run(2, explained, str(tmp_path)):
-        assert "volume: each rank sends 0 B; this program has no parameters" in text
+    text = made.explain()
+    assert "volume: each rank sends 0 B; this program has no parameters" in text
 
 
 def test_steps_of_a_backend_are_profiled_for_its_dump(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zcompile
 from tests.cases import quickly
 from tests.models import batch, fit, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks
 from tests.threads import Threads
 from zcompile import OptionError
 from zcompile.ir.layout import Param, Unit
@@ -38,7 +38,10 @@ def bound(shape: tuple[int, ...], world: int, *, casts: bool) -> BoundUnit:
     return BoundUnit(shards, unit)
 
 
-def differing(rank: int, world: int, shapes: list[tuple[int, ...]]) -> list[str]:
+@pytest.mark.slow
+@quickly("world, shapes", [(2, MORE), (3, SHAPES)], [(3, SHAPES)], pairs=False)
+@on_ranks()
+def test_pieces_give_the_bits_of_the_whole(rank: int, world: int, shapes: list[tuple[int, ...]]) -> list[str]:
     """Shapes and buckets with which pieces do not give the bits of the whole."""
     found = []
     for shape in shapes:
@@ -56,12 +59,6 @@ def differing(rank: int, world: int, shapes: list[tuple[int, ...]]) -> list[str]
                     same = got.dtype is want.dtype and got.shape == want.shape and torch.equal(got, want)
                     found += [] if same else [f"{shape} {casts} {bucket}"]
     return found
-
-
-@pytest.mark.slow
-@quickly("world, shapes", [(2, MORE), (3, SHAPES)], [(3, SHAPES)], pairs=False)
-def test_pieces_give_the_bits_of_the_whole(ranks: Ranks, world: int, shapes: list[tuple[int, ...]]) -> None:
-    assert ranks.run(world, differing, world, shapes) == [[]] * world
 
 
 def largest(rank: int, rows: int) -> tuple[int, int]:

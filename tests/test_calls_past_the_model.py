@@ -25,7 +25,7 @@ import zcompile
 from tests.cases import diagonal, quickly
 from tests.compare import full
 from tests.models import GPT, batch
-from tests.ranks import AT_ONCE, Ranks
+from tests.ranks import AT_ONCE, Ranks, on_ranks
 from zcompile.torch_internals.distributed import default_store
 
 Call = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -122,7 +122,16 @@ def references(call: Call, world: int, steps: int) -> Iterator[Coder]:
         yield model
 
 
-def trains(rank: int, world: int, stage: int, way: str, first: bool) -> list[str]:
+@quickly(
+    "stage, way, world, first",
+    [(stage, way, world, first) for stage in range(4) for way in CALLS for world in (2, 3) for first in (False, True)],
+    [(0, "methods", 2, True)],
+    pairs=False,
+)
+@on_ranks()
+def test_calls_of_modules_and_methods_are_trained_through(
+    rank: int, stage: int, way: str, world: int, first: bool
+) -> list[str]:
     """What is not as in plain PyTorch; `first`: the whole model is evaluated before."""
     call, compiled = CALLS[way], zcompile.compile(made(), stage=stage, backend="eager")
     optimizer, wrong = torch.optim.SGD(compiled.parameters(), lr=0.1), list[str]()
@@ -142,18 +151,6 @@ def trains(rank: int, world: int, stage: int, way: str, first: bool) -> list[str
         if not torch.equal(compiled.chosen(x), reference.chosen(x)):
             wrong.append(f"step {step}: what is chosen")
     return wrong
-
-
-@quickly(
-    "stage, way, world, first",
-    [(stage, way, world, first) for stage in range(4) for way in CALLS for world in (2, 3) for first in (False, True)],
-    [(0, "methods", 2, True)],
-    pairs=False,
-)
-def test_calls_of_modules_and_methods_are_trained_through(
-    ranks: Ranks, stage: int, way: str, world: int, first: bool
-) -> None:
-    assert ranks.run(world, trains, world, stage, way, first) == [[]] * world
 
 
 def alone(**options: Any) -> tuple[Coder, zcompile.CompiledModule]:
@@ -290,7 +287,16 @@ def test_a_wrapper_of_forward_that_was_put_on_later_is_traced() -> None:
 # -- unsharded --------------------------------------------------------------------------------------------------------
 
 
-def looks(rank: int, stage: int, options: dict[str, Any]) -> tuple[list[bool], int]:
+@quickly(
+    "stage, options",
+    [(stage, options) for stage in range(4) for options in ({}, {"dtype": torch.bfloat16})],
+    [(0, {})],
+    pairs=False,
+)
+@on_ranks(2)
+def test_full_parameters_are_those_of_the_plain_model_and_nothing_is_sent(
+    rank: int, stage: int, options: dict[str, Any]
+) -> None:
     """Whether results are those of programs, and of plain PyTorch in its dtype; and what was sent inside."""
     plain, equal, sent = made(), list[bool](), 0
     compiled = zcompile.compile(made(), stage=stage, backend="eager", **options)
@@ -311,21 +317,8 @@ def looks(rank: int, stage: int, options: dict[str, Any]) -> tuple[list[bool], i
             by_methods(either, x, y).backward()
             stepper.step()
             stepper.zero_grad()
-    return equal, sent
-
-
-@quickly(
-    "stage, options",
-    [(stage, options) for stage in range(4) for options in ({}, {"dtype": torch.bfloat16})],
-    [(0, {})],
-    pairs=False,
-)
-def test_full_parameters_are_those_of_the_plain_model_and_nothing_is_sent(
-    ranks: Ranks, stage: int, options: dict[str, Any]
-) -> None:
-    for equal, sent in ranks.run(2, looks, stage, options):
-        assert all(equal), equal
-        assert sent == 0
+    assert all(equal), equal
+    assert sent == 0
 
 
 def error_of(act: Callable[[], object]) -> str:
@@ -336,7 +329,9 @@ def error_of(act: Callable[[], object]) -> str:
     return "taken"
 
 
-def mistakes(rank: int, folder: Path) -> dict[str, str]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_mistakes_within_unsharded_are_typed_errors(rank: int, tmp_path: Path) -> None:
     model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = zcompile.train_step(model, by_methods, optimizer, backend="eager")
@@ -345,7 +340,7 @@ def mistakes(rank: int, folder: Path) -> dict[str, str]:
     with compiled.unsharded():
         found["step"] = error_of(optimizer.step)
         found["train step"] = error_of(lambda: step(*tokens(rank, 0)))
-        found["save"] = error_of(lambda: compiled.save_checkpoint(folder / "x", optimizer))
+        found["save"] = error_of(lambda: compiled.save_checkpoint(tmp_path / "x", optimizer))
         found["load"] = error_of(lambda: compiled.load_state_dict({}))
         found["nested"] = error_of(lambda: compiled.unsharded().__enter__())
 
@@ -370,27 +365,21 @@ def mistakes(rank: int, folder: Path) -> dict[str, str]:
     small = zcompile.compile(made(), backend="eager", memory_limit=1000)
     found["limit"] = error_of(lambda: small.unsharded().__enter__())
     found["still"] = str(tuple(compiled.encode(tokens(rank, 0)[0]).shape))
-    return found
-
-
-@pytest.mark.slow
-def test_mistakes_within_unsharded_are_typed_errors(ranks: Ranks, tmp_path: Path) -> None:
-    for found in ranks.run(2, mistakes, tmp_path):
-        assert found["step"].startswith("OptimizerError: SGD: steps within unsharded()")
-        assert found["train step"].startswith("OptionError: unsharded(): is for evaluation")
-        assert found["save"].startswith("StateError: Coder: is within unsharded()")
-        assert found["load"].startswith("StateError: Coder: is within unsharded()")
-        assert found["nested"].startswith("OptionError: unsharded(): is within another one")
-        assert found["write"].startswith("ParameterError: shift: was written to within unsharded()")
-        assert found["write to data"].startswith("ParameterError: shift: was written to within unsharded()")
-        assert found["assign data"].startswith("ParameterError: shift: was written to within unsharded()")
-        assert found["reshape data"].startswith("ParameterError: shift: has shape [6], and its .data would have [3]")
-        assert found["replace"].startswith("ParameterError: shift: was replaced or taken away where it is full")
-        assert found["convert"] == found["convert to the same"] == found["copy"] == "taken"
-        assert found["of a copy"] == "True"
-        assert found["after"] == str(float(torch.tensor(0.1)))
-        assert found["limit"].startswith("OptionError: memory_limit: 1000 B is less than the")
-        assert found["still"] == "(2, 4, 6)"
+    assert found["step"].startswith("OptimizerError: SGD: steps within unsharded()")
+    assert found["train step"].startswith("OptionError: unsharded(): is for evaluation")
+    assert found["save"].startswith("StateError: Coder: is within unsharded()")
+    assert found["load"].startswith("StateError: Coder: is within unsharded()")
+    assert found["nested"].startswith("OptionError: unsharded(): is within another one")
+    assert found["write"].startswith("ParameterError: shift: was written to within unsharded()")
+    assert found["write to data"].startswith("ParameterError: shift: was written to within unsharded()")
+    assert found["assign data"].startswith("ParameterError: shift: was written to within unsharded()")
+    assert found["reshape data"].startswith("ParameterError: shift: has shape [6], and its .data would have [3]")
+    assert found["replace"].startswith("ParameterError: shift: was replaced or taken away where it is full")
+    assert found["convert"] == found["convert to the same"] == found["copy"] == "taken"
+    assert found["of a copy"] == "True"
+    assert found["after"] == str(float(torch.tensor(0.1)))
+    assert found["limit"].startswith("OptionError: memory_limit: 1000 B is less than the")
+    assert found["still"] == "(2, 4, 6)"
 
 
 def written_by_one(rank: int) -> tuple[str, float]:
@@ -523,7 +512,10 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config).eval()
 
 
-def generates(rank: int, stage: int) -> list[bool]:
+@pytest.mark.slow
+@quickly("stage", range(4), [3])
+@on_ranks(2)
+def test_text_is_generated_as_by_the_plain_model(rank: int, stage: int) -> None:
     warnings.simplefilter("ignore")
     plain, model = gpt2(), gpt2()
     compiled = zcompile.compile(model, stage=stage, backend="eager")
@@ -537,13 +529,7 @@ def generates(rank: int, stage: int) -> list[bool]:
     with compiled.unsharded():
         found.append(torch.equal(text(compiled, 4 + 9 * rank), text(plain, 4 + 9 * rank)))
     found.append(torch.equal(text(compiled, 3), text(plain, 3)))
-    return found
-
-
-@pytest.mark.slow
-@quickly("stage", range(4), [3])
-def test_text_is_generated_as_by_the_plain_model(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, generates, stage) == [[True] * 3] * 2
+    assert found == [True] * 3
 
 
 def exports(rank: int, folder: Path) -> bool:

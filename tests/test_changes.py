@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 import zcompile
 from tests.cases import diagonal
-from tests.ranks import Ranks
+from tests.ranks import on_ranks
 from zcompile import ParameterError
 
 
@@ -306,7 +306,10 @@ def test_hooks_of_the_compiled_module_itself_run() -> None:
     assert log == ["before", "behind", "backward"]
 
 
-def hooked_late(rank: int, stage: int) -> list[float]:
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_late_hooks_and_attributes_count_on_several_ranks(rank: int, stage: int) -> None:
     """Gradients under a hook that was registered after a first step, less those of plain training."""
     plain, compiled = both(stage)
     for model in (plain, compiled):
@@ -319,14 +322,7 @@ def hooked_late(rank: int, stage: int) -> list[float]:
         got: Any = grads[name]
         got = got.full_tensor() if stage else got
         found.append(float((got - param.grad).abs().max()))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_late_hooks_and_attributes_count_on_several_ranks(ranks: Ranks, stage: int) -> None:
-    for found in ranks.run(2, hooked_late, stage):
-        assert max(found) < 1e-5
+    assert max(found) < 1e-5
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from torch import nn
 import zcompile
 from tests.cases import quickly
 from tests.models import GPT, batch
+from tests.ranks import on_threads
 from tests.test_training import STEPS, train, train_ddp
 from tests.threads import Threads
 from zcompile import OptionError, Program
@@ -31,20 +32,18 @@ from zcompile.schedule.option_checks import checkpoint_of
 UNITS = {"gpt": None, "conv": ["stages.*"]}
 
 
-def against_ddp(rank: int, kind: str, found: list[object]) -> list[str]:
+@pytest.mark.slow
+@quickly("kind", ["gpt", "conv"], ["conv"])
+@on_threads(2)
+def test_recomputed_values_are_bit_for_bit_the_same(rank: int, kind: str) -> list[str]:
     """What differs from DDP's parameters after some steps, by setting."""
+    found = ["unit", 0.9]
     want = train_ddp(rank, kind, STEPS)
     differing = []
     for checkpoint in found:
         got, _, _ = train(rank, kind, STEPS, checkpoint=checkpoint, units=UNITS[kind], backend="eager")
         differing += [f"{checkpoint} {name}" for name in want if not torch.equal(got[name], want[name])]
     return differing
-
-
-@pytest.mark.slow
-@quickly("kind", ["gpt", "conv"], ["conv"])
-def test_recomputed_values_are_bit_for_bit_the_same(threads: Threads, kind: str) -> None:
-    assert threads.run(2, against_ddp, kind, ["unit", 0.9]) == [[], []]
 
 
 def against_none(rank: int, kind: str, stage: int, backend: str) -> float:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks import Ranks
+from tests.ranks import on_ranks
 from zcompile.runtime import gloo_collectives
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.backend_collectives import BackendCollectives
@@ -40,33 +40,27 @@ def results(collectives: Collectives, member: Member) -> dict[str, torch.Tensor]
     return {"gathered": gathered, "shard": shard, "pieces": pieces, "whole": whole, "small": small}
 
 
-def compare(rank: int, world: int) -> list[str]:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_exchanges_give_what_the_backend_gives(rank: int, world: int) -> list[str]:
     exchanged, native, member = both(f"both{world}")
     one, other = results(exchanged, member), results(native, member)
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_exchanges_give_what_the_backend_gives(ranks: Ranks, world: int) -> None:
-    assert ranks.run(world, compare, world) == [[]] * world
-
-
-def against_arithmetic(rank: int) -> bool:
+@on_ranks(3)
+def test_collectives_give_what_arithmetic_gives(rank: int) -> None:
     exchanged, _, member = both("arithmetic")
     found, numbers = results(exchanged, member), torch.arange(72, dtype=torch.float32)
-    return (
-        torch.equal(found["gathered"], torch.cat([numbers[:6] * (other + 1) for other in range(3)]))
-        and torch.equal(found["shard"], numbers[24 * rank : 24 * (rank + 1)] * 2)
-        and torch.equal(found["pieces"], found["shard"])
-        and torch.equal(found["whole"], numbers * 2)
-    )
+    assert torch.equal(found["gathered"], torch.cat([numbers[:6] * (other + 1) for other in range(3)]))
+    assert torch.equal(found["shard"], numbers[24 * rank : 24 * (rank + 1)] * 2)
+    assert torch.equal(found["pieces"], found["shard"])
+    assert torch.equal(found["whole"], numbers * 2)
 
 
-def test_collectives_give_what_arithmetic_gives(ranks: Ranks) -> None:
-    assert ranks.run(3, against_arithmetic) == [True] * 3
-
-
-def many_on_their_way(rank: int, world: int) -> list[int]:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_many_sums_may_be_on_their_way_at_once(rank: int, world: int) -> list[int]:
     """Which of several sums are wrong, of tensors of one element up to three pieces, waited for from the last on."""
     exchanged, _, _ = both(f"many{world}")
     piece = gloo_collectives._PIECE_BYTES // 4
@@ -80,18 +74,11 @@ def many_on_their_way(rank: int, world: int) -> list[int]:
     return [number for number, (found, want) in pairs if not torch.allclose(found, want, rtol=1e-6)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_many_sums_may_be_on_their_way_at_once(ranks: Ranks, world: int) -> None:
-    assert ranks.run(world, many_on_their_way, world) == [[]] * world
-
-
-def told(rank: int) -> tuple[list[int], list[list[int]]]:
+@on_ranks(3)
+def test_hosts_tell_each_other_numbers(rank: int) -> None:
     exchanged, _, _ = both("told")
     flags = torch.tensor([rank, -rank])
     exchanged.stamp(3)
     exchanged.largest(flags)
-    return flags.tolist(), exchanged.share(torch.tensor([rank, 7])).read().tolist()
-
-
-def test_hosts_tell_each_other_numbers(ranks: Ranks) -> None:
-    assert ranks.run(3, told) == [([2, 0], [[0, 7], [1, 7], [2, 7]])] * 3
+    assert flags.tolist() == [2, 0]
+    assert exchanged.share(torch.tensor([rank, 7])).read().tolist() == [[0, 7], [1, 7], [2, 7]]

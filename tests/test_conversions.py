@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import zcompile
 from tests.cases import diagonal, quickly
 from tests.models import batch, make
+from tests.ranks import on_threads
 from tests.threads import Threads
 
 CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -223,7 +224,10 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def untrained(rank: int, kind: str, stage: int, folder: str) -> list[str]:
+@diagonal("kind, stage", KINDS, [0, 1, 2, 3], pairs=False)
+@on_threads(2)
+def test_models_without_anything_to_train_run(rank: int, kind: str, stage: int, tmp_path: Any) -> list[str]:
+    folder = str(tmp_path / "saved")
     model = KINDS[kind]()
     compiled, found = zcompile.compile(KINDS[kind](), stage=stage, backend="eager"), []
     for step in range(2):
@@ -244,8 +248,3 @@ def untrained(rank: int, kind: str, stage: int, folder: str) -> list[str]:
     assert compiled.explain()
     assert list(compiled.state_dict()) == list(model.state_dict())
     return found
-
-
-@diagonal("kind, stage", KINDS, [0, 1, 2, 3], pairs=False)
-def test_models_without_anything_to_train_run(threads: Threads, kind: str, stage: int, tmp_path: Any) -> None:
-    assert threads.run(2, untrained, kind, stage, str(tmp_path / "saved")) == [[], []]

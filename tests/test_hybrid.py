@@ -21,7 +21,7 @@ from tests.cases import quickly
 from tests.compare import differing, parameters
 from tests.dumps import assert_proven, assert_replayed
 from tests.models import batch, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_threads
 from tests.threads import Threads
 from zcompile import AgreementError, GroupError
 from zcompile.engine.calibration import measure
@@ -261,7 +261,9 @@ def test_shards_and_activations_may_be_on_a_disk(threads: Threads, tmp_path: Pat
     assert threads.run(4, on_a_disk, str(tmp_path)) == [[]] * 4
 
 
-def overflowing(rank: int) -> tuple[list[float], bool]:
+@pytest.mark.slow
+@on_threads(4)
+def test_an_overflow_on_one_rank_is_every_ranks(rank: int) -> None:
     """The scale after a step in which one rank's gradients overflow, and whether a parameter has changed."""
     compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", dtype=torch.float16)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
@@ -277,12 +279,7 @@ def overflowing(rank: int) -> tuple[list[float], bool]:
         scales.append(scaler.get_scale())
         if step == 0:
             unchanged = not differing(parameters(compiled), before)
-    return scales, unchanged
-
-
-@pytest.mark.slow
-def test_an_overflow_on_one_rank_is_every_ranks(threads: Threads) -> None:
-    assert threads.run(4, overflowing) == [([512.0, 512.0], True)] * 4
+    assert (scales, unchanged) == ([512.0, 512.0], True)
 
 
 class Breaking(nn.Module):
@@ -591,22 +588,21 @@ def test_ranks_that_run_other_programs_are_told_along_any_dimension(
         assert named in error
 
 
-def whole_ones(rank: int) -> int:
+@pytest.mark.slow
+@on_threads(4)
+def test_shards_that_repeat_are_no_whole_gradients(rank: int) -> None:
     """How often float16 gradients that are all sharded are compared over the ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     compiled = zcompile.compile(model, mesh=mesh_of((2, 2)), backend="eager", dtype=torch.float16)
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called:
         compiled(torch.ones(2, 6)).float().square().mean().backward()
-    return called.call_count
+    assert called.call_count == 0
 
 
 @pytest.mark.slow
-def test_shards_that_repeat_are_no_whole_gradients(threads: Threads) -> None:
-    assert threads.run(4, whole_ones) == [0] * 4
-
-
-def flattened_by_lbfgs(rank: int) -> bool:
+@on_threads(4)
+def test_lbfgs_flattens_what_the_shards_divide(rank: int) -> None:
     """Two shards divide two rows, however often they repeat."""
     torch.manual_seed(0)
     compiled, plain = nn.Linear(3, 2), nn.Linear(3, 2)
@@ -624,15 +620,11 @@ def flattened_by_lbfgs(rank: int) -> bool:
 
         optimizer.step(closure)
     got = parameters(compiled)
-    return all(torch.allclose(got[name], want, atol=1e-5) for name, want in plain.named_parameters())
+    assert all(torch.allclose(got[name], want, atol=1e-5) for name, want in plain.named_parameters())
 
 
-@pytest.mark.slow
-def test_lbfgs_flattens_what_the_shards_divide(threads: Threads) -> None:
-    assert threads.run(4, flattened_by_lbfgs) == [True] * 4
-
-
-def partly(rank: int) -> tuple[str, str]:
+@on_threads(4)
+def test_a_part_of_a_mesh_is_refused_with_all_of_its_groups_or_the_whole(rank: int) -> None:
     names = ("pp", "dp_replicate", "dp_shard")
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -645,10 +637,6 @@ def partly(rank: int) -> tuple[str, str]:
             return str(error)
         return ""
 
-    return said(mesh[names[1:]]), said(two["shard"])
-
-
-def test_a_part_of_a_mesh_is_refused_with_all_of_its_groups_or_the_whole(threads: Threads) -> None:
-    for part, shard in threads.run(4, partly):
-        assert "[mesh['dp_replicate'].get_group(), mesh['dp_shard'].get_group()]" in part
-        assert "give that mesh itself, " in shard
+    part, shard = said(mesh[names[1:]]), said(two["shard"])
+    assert "[mesh['dp_replicate'].get_group(), mesh['dp_shard'].get_group()]" in part
+    assert "give that mesh itself, " in shard

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.cases import quickly
-from tests.threads import Threads
+from tests.ranks import on_threads
 from zcompile import OptionError, StateError
 
 
@@ -82,7 +82,14 @@ def wrong(model: nn.Module, want: nn.Module) -> list[str]:
     return [name for name, param in want.named_parameters() if not torch.allclose(got[name], param, atol=1e-6)]
 
 
-def trained(rank: int, stage: int, breaks: bool, folder: str) -> list[str]:
+CASES = [(3, False), (0, False), (1, True), (2, False), (3, True), (0, True)]
+
+
+@pytest.mark.slow
+@quickly("stage, breaks", CASES, CASES[:3], pairs=False)
+@on_threads(2)
+def test_what_is_ignored_is_each_ranks_own(rank: int, tmp_path: Path, stage: int, breaks: bool) -> list[str]:
+    folder = str(tmp_path / "checkpoint")
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     model = different(rank, Adapted(breaks))
@@ -105,15 +112,6 @@ def trained(rank: int, stage: int, breaks: bool, folder: str) -> list[str]:
             optimizer.step()
     want = reference(rank, 3)
     return [*wrong(compiled, want), *(f"{name} after a load" for name in wrong(again, want))]
-
-
-CASES = [(3, False), (0, False), (1, True), (2, False), (3, True), (0, True)]
-
-
-@pytest.mark.slow
-@quickly("stage, breaks", CASES, CASES[:3], pairs=False)
-def test_what_is_ignored_is_each_ranks_own(threads: Threads, tmp_path: Path, stage: int, breaks: bool) -> None:
-    assert threads.run(2, trained, stage, breaks, str(tmp_path / "checkpoint")) == [[], []]
 
 
 def test_it_is_an_input_of_the_program() -> None:

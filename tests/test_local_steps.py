@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import zcompile
 from tests.cases import diagonal
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks
 
 
 class Coded(torch.Tensor):
@@ -172,7 +172,9 @@ def train(compiled: nn.Module, optimizer: torch.optim.Optimizer, batches: Callab
             optimizer.step()
 
 
-def against_plain(rank: int, kind: str, stage: int) -> None:
+@diagonal("kind, stage", KINDS, [1, 3])
+@on_ranks(2)
+def test_what_treats_elements_alone_steps_shards_as_it_steps_the_whole(rank: int, kind: str, stage: int) -> None:
     reference = model()
     train(reference, plain := KINDS[kind](reference.parameters()), lambda step: [batch(r, step) for r in range(2)])
     compiled = zcompile.compile(model(), stage=stage, backend="eager")
@@ -192,11 +194,6 @@ def against_plain(rank: int, kind: str, stage: int) -> None:
                 mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
                 torch.testing.assert_close(mine, value, rtol=0, atol=1e-5)
     assert optimizer.param_groups[0].get("steps") == plain.param_groups[0].get("steps")
-
-
-@diagonal("kind, stage", KINDS, [1, 3])
-def test_what_treats_elements_alone_steps_shards_as_it_steps_the_whole(ranks: Ranks, kind: str, stage: int) -> None:
-    ranks.run(2, against_plain, kind, stage)
 
 
 def before_step(optimizer: Any, *_: object) -> None:
@@ -268,7 +265,8 @@ def test_a_step_that_fails_leaves_the_next_as_it_is() -> None:
     assert not vars(optimizer)["_optimizer_step_pre_hooks"]
 
 
-def with_new_gradients(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_with_other_placements_than_their_parameters_are_stepped_as_on_dtensors(rank: int) -> None:
     """Gradients with zero mean over rows, which DTensor gives other placements; then those of no_sync and a closure."""
     reference, compiled = model(), zcompile.compile(model(), stage=3, backend="eager")
     for trained, ranks_ in ((reference, range(2)), (compiled, [rank])):
@@ -289,10 +287,6 @@ def with_new_gradients(rank: int) -> None:
         optimizer.step(lambda: (held := loss(2)).backward() or held.item())  # type: ignore[func-returns-value]
     for mine, theirs in zip(compiled.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine.full_tensor(), theirs, rtol=0, atol=1e-6)  # type: ignore[operator]
-
-
-def test_gradients_with_other_placements_than_their_parameters_are_stepped_as_on_dtensors(ranks: Ranks) -> None:
-    ranks.run(2, with_new_gradients)
 
 
 def test_a_gradient_that_is_no_dtensor_is_refused() -> None:
@@ -352,7 +346,9 @@ def test_no_average_is_added_to_a_gradient_that_is_no_dtensor(made: Callable[...
     torch.testing.assert_close(parameter.grad.full_tensor(), torch.full((4, 4), 2 * twice))
 
 
-def in_a_train_step(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_train_step_steps_shards_alike(rank: int) -> None:
     reference = model()
     optimizer = torch.optim.Rprop(reference.parameters(), lr=0.05)
     for number in range(3):
@@ -367,11 +363,6 @@ def in_a_train_step(rank: int) -> None:
         step(batch(rank, number))
     for mine, theirs in zip(step.model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine.full_tensor(), theirs, rtol=0, atol=1e-6)  # type: ignore[operator]
-
-
-@pytest.mark.slow
-def test_a_train_step_steps_shards_alike(ranks: Ranks) -> None:
-    ranks.run(2, in_a_train_step)
 
 
 def refused(rank: int, kind: str) -> tuple[str, bool]:
@@ -417,7 +408,9 @@ def test_what_needs_the_whole_is_refused_before_it_changes_anything(ranks: Ranks
         assert untouched
 
 
-def orthogonal(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_muon_which_communicates_through_dtensor_steps_shards(rank: int) -> None:
     torch.manual_seed(0)
     reference = nn.Linear(8, 6, bias=False)
     compiled = zcompile.compile(copy.deepcopy(reference), stage=3, backend="eager")
@@ -429,12 +422,8 @@ def orthogonal(rank: int) -> None:
     torch.testing.assert_close(next(compiled.parameters()).full_tensor(), reference.weight, rtol=0, atol=2e-3)  # type: ignore[operator]
 
 
-@pytest.mark.slow
-def test_muon_which_communicates_through_dtensor_steps_shards(ranks: Ranks) -> None:
-    ranks.run(2, orthogonal)
-
-
-def asking(rank: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_tried_warns(rank: int) -> None:
     compiled = zcompile.compile(model(), stage=3, backend="eager")
     for param in compiled.parameters():
         param.curvature = 2.0  # type: ignore[attr-defined]
@@ -444,11 +433,10 @@ def asking(rank: int) -> None:
         optimizer.step()
 
 
-def test_what_cannot_be_tried_warns(ranks: Ranks) -> None:
-    ranks.run(2, asking)
-
-
-def nested(rank: int, folder: str) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_state_that_nobody_knows_how_to_divide_is_not_saved(rank: int, tmp_path: Any) -> None:
+    folder = str(tmp_path / "saved")
     for whole in (None, ["0.weight", "0.bias", "2.weight", "2.bias"]):
         compiled = zcompile.compile(model(), stage=3, whole=whole, backend="eager")
         optimizer = Nested(compiled.parameters(), lr=0.05)
@@ -459,8 +447,3 @@ def nested(rank: int, folder: str) -> None:
                 compiled.save_checkpoint(folder, optimizer)
         else:
             compiled.save_checkpoint(folder, optimizer)
-
-
-@pytest.mark.slow
-def test_state_that_nobody_knows_how_to_divide_is_not_saved(ranks: Ranks, tmp_path: Any) -> None:
-    ranks.run(2, nested, str(tmp_path / "saved"))

@@ -18,7 +18,7 @@ import zcompile
 from tests.cases import diagonal, quickly
 from tests.models import batch, make
 from tests.pipelines import batch_of, loss_of, mesh_of, model_of
-from tests.ranks import AT_ONCE, Ranks
+from tests.ranks import AT_ONCE, Ranks, on_ranks
 from zcompile.runtime.optimizer_settings import OptimizerSettings, difference
 from zcompile.torch_internals.sizes import FakeTensorMode
 
@@ -234,17 +234,14 @@ def test_an_expert_that_one_rank_leaves_out(ranks: Ranks, stage: int) -> None:
         assert seconds < AT_ONCE
 
 
-def reads_while_it_traces(rank: int) -> bool:
+@on_ranks(2)
+def test_what_others_run_is_read_while_a_graph_is_traced(rank: int) -> None:
     compiled = zcompile.compile(make("mlp"), backend="eager")
     compiled(*batch("mlp", rank, 0))
     lockstep = compiled._engine.runtime.lockstep
     with FakeTensorMode():
         lockstep.check()
-    return not lockstep._open
-
-
-def test_what_others_run_is_read_while_a_graph_is_traced(ranks: Ranks) -> None:
-    assert ranks.run(2, reads_while_it_traces) == [True, True]
+    assert not lockstep._open
 
 
 # -- settings of optimizers -------------------------------------------------------------------------------------------

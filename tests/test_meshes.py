@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zcompile
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks
 from zcompile import GroupError
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -54,27 +54,24 @@ def refused(make: Callable[[], object]) -> str:
     return ""
 
 
-def sliced(rank: int) -> tuple[str, str, str]:
+@on_ranks(4)
+def test_a_dimension_of_a_larger_mesh_is_refused_with_both_meshes_and_the_ways_out(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     part, nameless = mesh["shard"], init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     dist.barrier()  # a rank that is done at once would close its connections while others are still connecting
-    return (
+    part, backend, whole = (
         refused(lambda: zcompile.compile(small(), mesh=part, backend="eager")),
         refused(lambda: zcompile.backend(mesh=part, backend="eager")),
         refused(lambda: zcompile.compile(small(), mesh=nameless, backend="eager")),
     )
-
-
-def test_a_dimension_of_a_larger_mesh_is_refused_with_both_meshes_and_the_ways_out(ranks: Ranks) -> None:
-    for part, backend, whole in ranks.run(4, sliced):
-        assert part == backend
-        assert "DeviceMesh((shard=2)" in part
-        assert "DeviceMesh((replicate=2, shard=2)" in part
-        assert "train apart" in part
-        assert "init_device_mesh('cpu', (world,)), or none" in part
-        assert "DeviceMesh.from_group(mesh['shard'].get_group(), 'cpu')" in part
-        assert "do not say which of them repeats the shards" in whole
-        assert "mesh_dim_names=('replicate', 'shard')" in whole
+    assert part == backend
+    assert "DeviceMesh((shard=2)" in part
+    assert "DeviceMesh((replicate=2, shard=2)" in part
+    assert "train apart" in part
+    assert "init_device_mesh('cpu', (world,)), or none" in part
+    assert "DeviceMesh.from_group(mesh['shard'].get_group(), 'cpu')" in part
+    assert "do not say which of them repeats the shards" in whole
+    assert "mesh_dim_names=('replicate', 'shard')" in whole
 
 
 def whole(rank: int) -> list[list[float]]:
@@ -93,16 +90,13 @@ def test_all_ranks_flattened_or_beside_dimensions_of_one_train_together(ranks: R
             assert one == pytest.approx(want, abs=1e-6)
 
 
-def of_groups(rank: int) -> list[float]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_groups_that_are_meant_train_by_themselves(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     assert refused(lambda: zcompile.compile(small(), mesh=mesh["dp"], backend="eager"))
-    return trained(rank, small(), DeviceMesh.from_group(mesh["dp"].get_group(), "cpu"))
-
-
-@pytest.mark.slow
-def test_groups_that_are_meant_train_by_themselves(ranks: Ranks) -> None:
-    for found in ranks.run(4, of_groups):
-        assert found == pytest.approx(plainly(2), abs=1e-6)
+    found = trained(rank, small(), DeviceMesh.from_group(mesh["dp"].get_group(), "cpu"))
+    assert found == pytest.approx(plainly(2), abs=1e-6)
 
 
 def divided(rank: int, shape: tuple[int, int, int], suffix: str) -> tuple[str, list[float]]:
@@ -134,23 +128,23 @@ def test_a_third_dimension_beside_a_tensor_parallel_one_is_refused(ranks: Ranks)
         assert "DeviceMesh.from_group([mesh['dp_c'].get_group(), mesh['tp_c'].get_group()], 'cpu'" in error
 
 
-def stages(rank: int) -> list[float]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_pipeline_stages_of_tensor_parallel_models_have_meshes_of_their_own(rank: int) -> None:
     """As the error says: a mesh of the groups of data and tensor parallelism alone, for each pipeline stage."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp_d", "dp_d", "tp_d"))
     groups = [mesh["dp_d"].get_group(), mesh["tp_d"].get_group()]
     members = torch.tensor(dist.get_process_group_ranks(groups[1])).view(1, 2)
     own = DeviceMesh.from_group(groups, "cpu", mesh=members, mesh_dim_names=("dp_d", "tp_d"))
-    return trained(rank, parallelize_module(small(), own["tp_d"], PLAN), own["dp_d"])
+    found = trained(rank, parallelize_module(small(), own["tp_d"], PLAN), own["dp_d"])
+    assert found == pytest.approx(plainly(1), abs=1e-6)
 
 
 @pytest.mark.slow
-def test_pipeline_stages_of_tensor_parallel_models_have_meshes_of_their_own(ranks: Ranks) -> None:
-    for found in ranks.run(4, stages):
-        assert found == pytest.approx(plainly(1), abs=1e-6)
-
-
-def made_again(rank: int, store: str) -> list[str]:
+@on_ranks(4)
+def test_a_process_group_that_was_made_again(rank: int, tmp_path: Path) -> None:
     """Train, destroy the process group, and train in one whose groups have other names."""
+    store = str(tmp_path / "store")
     for number in range(2):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         compiled = zcompile.compile(small(), mesh=mesh, backend="eager")
@@ -163,9 +157,3 @@ def made_again(rank: int, store: str) -> list[str]:
             shared = dist.FileStore(store, 4)
             dist.init_process_group("gloo", store=shared, rank=rank, world_size=4)
             dist.new_group([0, 1, 2, 3])
-    return []
-
-
-@pytest.mark.slow
-def test_a_process_group_that_was_made_again(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(4, made_again, str(tmp_path / "store")) == [[]] * 4

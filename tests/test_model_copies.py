@@ -20,7 +20,7 @@ from tests.cases import quickly
 from tests.compare import differing, full
 from tests.models import batch, make
 from tests.optimizer_cases import AVERAGES
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks, on_threads
 from tests.threads import Threads
 
 STEPS = 3
@@ -182,7 +182,9 @@ def test_a_copy_trains_apart_from_its_original_and_as_it(threads: Threads, way: 
     assert threads.run(world, ways, way, str(tmp_path)) == [[]] * world
 
 
-def parallel(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_averages_beside_tensor_parallelism(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -204,11 +206,9 @@ def parallel(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_averages_beside_tensor_parallelism(ranks: Ranks) -> None:
-    assert ranks.run(4, parallel) == [[]] * 4
-
-
-def saved(rank: int, folder: str) -> list[str]:
+@on_threads(2)
+def test_an_average_is_saved_as_any_compiled_model(rank: int, tmp_path: Any) -> list[str]:
+    folder = str(tmp_path / "average")
     average, _ = averaged(zcompile.compile(normed(), backend="eager"), rank, {}, plain=False)
     average.module.save_checkpoint(folder)
     other = AveragedModel(zcompile.compile(Normed(), stage=1, backend="eager"))
@@ -217,11 +217,6 @@ def saved(rank: int, folder: str) -> list[str]:
     fresh.load_state_dict(average.state_dict())
     assert fresh.n_averaged == STEPS
     return differing(state_of(other.module), state_of(average.module)) + differing(state_of(fresh), state_of(average))
-
-
-@pytest.mark.slow
-def test_an_average_is_saved_as_any_compiled_model(threads: Threads, tmp_path: Any) -> None:
-    assert threads.run(2, saved, str(tmp_path / "average")) == [[], []]
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from tests.cases import diagonal, quickly
 from tests.compare import full, parameters
 from tests.models import ConvNet, make
 from tests.models import batch as make_batch
-from tests.ranks import Ranks
+from tests.ranks import on_ranks, on_threads
 from tests.threads import Threads
 
 STEPS = 3
@@ -249,7 +249,10 @@ def test_frozen_parameters_are_gathered_but_not_reduced(threads: Threads, stage:
 # -- buffers ----------------------------------------------------------------------------------------------------------
 
 
-def statistics(rank: int, stage: int) -> list[str]:
+@pytest.mark.slow
+@diagonal("stage, world", [0, 3], [3, 2], pairs=False)
+@on_threads()
+def test_buffers_begin_as_rank_0s_and_follow_the_ranks_own_data(rank: int, stage: int, world: int) -> list[str]:
     """Rank 0's buffers at the start, then statistics of the rank's own data, as one device computes them."""
     model = make("conv", seed=rank)
     for module in model.modules():
@@ -268,13 +271,17 @@ def statistics(rank: int, stage: int) -> list[str]:
     return found + differing(dict(compiled.named_buffers()), dict(reference.named_buffers()), 0)
 
 
+def twin(compiled: nn.Module) -> nn.Module:
+    """A plain model with the values of `compiled`, in evaluation."""
+    model = ConvNet()
+    model.load_state_dict({name: full(value) for name, value in compiled.state_dict().items()})
+    return model.eval()
+
+
 @pytest.mark.slow
-@diagonal("stage, world", [0, 3], [3, 2], pairs=False)
-def test_buffers_begin_as_rank_0s_and_follow_the_ranks_own_data(threads: Threads, stage: int, world: int) -> None:
-    assert threads.run(world, statistics, stage) == [[]] * world
-
-
-def evaluate_between(rank: int, stage: int) -> tuple[list[str], float]:
+@quickly("stage", [0, 3], [3])
+@on_threads(2)
+def test_evaluation_between_steps_leaves_training_alone(rank: int, stage: int) -> None:
     """Training with evaluation between steps is training; evaluation uses the statistics of this rank."""
     worst, ends = 0.0, []
     for looking in (False, True):
@@ -294,22 +301,9 @@ def evaluate_between(rank: int, stage: int) -> tuple[list[str], float]:
             optimizer.step()
             optimizer.zero_grad()
         ends.append(parameters(compiled) | dict(compiled.named_buffers()))
-    return differing(*ends, 0), worst
-
-
-def twin(compiled: nn.Module) -> nn.Module:
-    """A plain model with the values of `compiled`, in evaluation."""
-    model = ConvNet()
-    model.load_state_dict({name: full(value) for name, value in compiled.state_dict().items()})
-    return model.eval()
-
-
-@pytest.mark.slow
-@quickly("stage", [0, 3], [3])
-def test_evaluation_between_steps_leaves_training_alone(threads: Threads, stage: int) -> None:
-    for names, worst in threads.run(2, evaluate_between, stage):
-        assert names == []
-        assert worst < 1e-6
+    names, worst = differing(*ends, 0), worst
+    assert names == []
+    assert worst < 1e-6
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------
@@ -327,7 +321,9 @@ class Frontend(nn.Module):
         return self.layers[2](torch.tanh(self.layers[1](hidden))).square().mean(), hidden
 
 
-def between_two_models(rank: int, stage: int) -> list[str]:
+@both
+@on_ranks(2)
+def test_gradients_come_and_go_through_several_results_and_inputs(rank: int, stage: int) -> list[str]:
     """A compiled model in the middle of plain ones: gradients go in at both results and out at the input."""
     torch.manual_seed(0)
     model = Frontend()
@@ -344,12 +340,10 @@ def between_two_models(rank: int, stage: int) -> list[str]:
     return differing(*found)
 
 
-@both
-def test_gradients_come_and_go_through_several_results_and_inputs(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, between_two_models, stage) == [[], []]
-
-
-def two_forwards(rank: int, stage: int, reverse: bool) -> list[str]:
+@pytest.mark.slow
+@diagonal("stage, reverse", [0, 3], [False, True])
+@on_threads(3)
+def test_two_forwards_before_a_backward(rank: int, stage: int, reverse: bool) -> list[str]:
     """Two graphs in flight, as a contrastive loss has them: parameters are gathered for each again."""
     world = dist.get_world_size()
     model = made("tiny")
@@ -363,24 +357,15 @@ def two_forwards(rank: int, stage: int, reverse: bool) -> list[str]:
     return differing(*({n: full(p.grad) for n, p in m.named_parameters()} for m in (compiled, model)))
 
 
-@pytest.mark.slow
-@diagonal("stage, reverse", [0, 3], [False, True])
-def test_two_forwards_before_a_backward(threads: Threads, stage: int, reverse: bool) -> None:
-    assert threads.run(3, two_forwards, stage, reverse) == [[]] * 3
-
-
-def one_loss_of_two_calls(rank: int, stage: int) -> list[str]:
+@both
+@on_ranks(2)
+def test_one_loss_of_two_calls(rank: int, stage: int) -> list[str]:
     model, world = made("tiny"), dist.get_world_size()
     compiled = zcompile.compile(made("tiny"), stage=stage, backend="eager")
     for other in range(world):
         ((model(data("tiny", other, 0)) * model(data("tiny", other, 1))) / world).backward()
     (compiled(data("tiny", rank, 0)) * compiled(data("tiny", rank, 1))).backward()
     return differing(*({n: full(p.grad) for n, p in m.named_parameters()} for m in (compiled, model)))
-
-
-@both
-def test_one_loss_of_two_calls(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, one_loss_of_two_calls, stage) == [[], []]
 
 
 class Dropping(nn.Module):
@@ -394,7 +379,9 @@ class Dropping(nn.Module):
         return x.square().mean()
 
 
-def dropout_bits(rank: int, stage: int) -> list[str]:
+@both
+@on_ranks(2)
+def test_dropout_draws_the_masks_of_eager_pytorch(rank: int, stage: int) -> list[str]:
     """Masks are drawn as in eager PyTorch, from the rank's own seed."""
     found = []
     for prepare in (
@@ -411,11 +398,6 @@ def dropout_bits(rank: int, stage: int) -> list[str]:
             optimizer.zero_grad()
         found.append({name.removeprefix("module."): value for name, value in parameters(model).items()})
     return differing(*found, 0)
-
-
-@both
-def test_dropout_draws_the_masks_of_eager_pytorch(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, dropout_bits, stage) == [[], []]
 
 
 def shapes(rank: int, stage: int) -> int:
@@ -473,7 +455,10 @@ def raising(param: torch.Tensor) -> None:
     raise FloatingPointError(f"in a hook of {param.shape}")
 
 
-def undisturbed(rank: int, stage: int, kind: str) -> list[str]:
+@pytest.mark.slow
+@quickly("stage, kind", [*itertools.product([0, 3], FAULTS)], [(3, kind) for kind in FAULTS], slow=())
+@on_ranks(2)
+def test_after_an_exception_on_all_ranks_training_goes_on(rank: int, stage: int, kind: str) -> list[str]:
     """Parameters after steps with an exception in between, and the memory of full parameters free again."""
     ends = []
     for faulty in (False, True):
@@ -491,40 +476,29 @@ def undisturbed(rank: int, stage: int, kind: str) -> list[str]:
     return differing(*ends, 0)
 
 
-@pytest.mark.slow
-@quickly("stage, kind", [*itertools.product([0, 3], FAULTS)], [(3, kind) for kind in FAULTS], slow=())
-def test_after_an_exception_on_all_ranks_training_goes_on(ranks: Ranks, stage: int, kind: str) -> None:
-    assert ranks.run(2, undisturbed, stage, kind) == [[], []]
-
-
 # -- autocast ---------------------------------------------------------------------------------------------------------
-
-
-def autocast_ddp(rank: int, stage: int, kind: str) -> tuple[list[str], torch.dtype]:
-    """Compute in bfloat16 under torch.autocast, with parameters and their communication in fp32."""
-    found, dtype = [], torch.float32
-    for prepare in (
-        DistributedDataParallel,
-        lambda model: zcompile.compile(model, stage=stage, backend="eager"),
-    ):
-        model = prepare(make(kind))
-        optimizer = sgd(model)
-        for step in range(STEPS):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(*make_batch(kind, rank, step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            dtype = model(make_batch("gpt", rank, 0)[0]).dtype if kind == "gpt" else dtype
-        found.append({name.removeprefix("module."): value for name, value in parameters(model).items()})
-    return differing(*found, 0), dtype
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_autocast_computes_in_bfloat16_the_bits_of_ddp(threads: Threads, stage: int) -> None:
-    assert threads.run(2, autocast_ddp, stage, "gpt") == [([], torch.bfloat16)] * 2
+@on_threads(2)
+def test_autocast_computes_in_bfloat16_the_bits_of_ddp(rank: int, stage: int) -> None:
+    """Compute in bfloat16 under torch.autocast, with parameters and their communication in fp32."""
+    found = []
+    for prepare in (DistributedDataParallel, lambda model: zcompile.compile(model, stage=stage, backend="eager")):
+        model = prepare(make("gpt"))
+        optimizer = sgd(model)
+        for step in range(STEPS):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(*make_batch("gpt", rank, step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            dtype = model(make_batch("gpt", rank, 0)[0]).dtype
+        found.append({name.removeprefix("module."): value for name, value in parameters(model).items()})
+    assert differing(*found, 0) == []
+    assert dtype == torch.bfloat16
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
@@ -599,8 +573,13 @@ def optimize(rank: int, model: nn.Module) -> Iterator[Values]:
         yield {name.removeprefix("module."): value for name, value in parameters(model).items()}
 
 
-def same_bits(rank: int, stage: int) -> dict[str, Any]:
-    """Every optimizer against DistributedDataParallel: names of parameters that differ.
+@pytest.mark.slow
+@quickly("stage", range(4), [3], slow=[1])
+@on_threads(2)
+def test_any_optimizer_and_schedule_gives_the_bits_of_ddp(rank: int, stage: int) -> None:
+    """The shards of 13 and 5 rows over two ranks are uneven, the last layer's row is on one rank, a scalar on both.
+
+    Every optimizer against DistributedDataParallel: names of parameters that differ.
 
     A fused kernel rounds the last entries of a tensor otherwise than those it takes eight at a time.
     """
@@ -610,14 +589,7 @@ def same_bits(rank: int, stage: int) -> dict[str, Any]:
         name: differing(a, b, 1e-6 if "fused" in name else 0)
         for name, a, b in zip(OPTIMIZERS, ours, theirs, strict=True)
     }
-    return {name: names for name, names in found.items() if names}
-
-
-@pytest.mark.slow
-@quickly("stage", range(4), [3], slow=[1])
-def test_any_optimizer_and_schedule_gives_the_bits_of_ddp(threads: Threads, stage: int) -> None:
-    """The shards of 13 and 5 rows over two ranks are uneven, the last layer's row is on one rank, a scalar on both."""
-    assert threads.run(2, same_bits, stage) == [{}, {}]
+    assert {name: names for name, names in found.items() if names} == {}
 
 
 def clipped(rank: int, kind: str, stage: int, norm: float) -> tuple[list[str], float]:

@@ -12,7 +12,7 @@ from torch import nn
 
 import zcompile
 from tests.cases import quickly
-from tests.threads import Threads
+from tests.ranks import on_threads
 
 
 class Inner(nn.Module):
@@ -75,17 +75,14 @@ def trained(rank: int, marked: type[nn.Module] | None, backend: str) -> tuple[li
     return sent, [last, *compiled.full_state_dict().values()]
 
 
-def same(rank: int, marked: type[nn.Module], backend: str) -> None:
-    plain, found = trained(rank, None, backend), trained(rank, marked, backend)
-    assert found[0] == plain[0]
-    for one, other in zip(found[1], plain[1], strict=True):
-        assert torch.equal(one, other)
-
-
 WAYS = [(marked, backend) for marked in (Inner, Block) for backend in ("eager", "inductor")]
 
 
 @pytest.mark.slow
 @quickly("marked, backend", WAYS, [(Inner, "eager")], pairs=False)
-def test_marked_blocks_train_with_the_same_bits(marked: type[nn.Module], backend: str, threads: Threads) -> None:
-    threads.run(2, same, marked, backend)
+@on_threads(2)
+def test_marked_blocks_train_with_the_same_bits(rank: int, marked: type[nn.Module], backend: str) -> None:
+    plain, found = trained(rank, None, backend), trained(rank, marked, backend)
+    assert found[0] == plain[0]
+    for one, other in zip(found[1], plain[1], strict=True):
+        assert torch.equal(one, other)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zcompile
 from tests.cases import diagonal
 from tests.models import batch, fit, make
-from tests.threads import Threads
+from tests.ranks import on_threads
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -36,7 +36,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
     fit(model, optimizer, (batch("mlp", rank, step) for step in steps))
 
 
-def pointed(rank: int, kind: str, stage: int, stepped: bool) -> list[str]:
+@diagonal("kind, stage, stepped", KINDS, [3, 0, 3, 0], [True, False, False, True])
+@on_threads(2)
+def test_an_optimizer_goes_on_with_shards(rank: int, kind: str, stage: int, stepped: bool) -> list[str]:
     """Steps as under DDP; then, of both, the plain model goes on under zcompile with the optimizer that it has."""
     made, options = KINDS[kind]
     model = make("mlp")
@@ -59,11 +61,6 @@ def pointed(rank: int, kind: str, stage: int, stepped: bool) -> list[str]:
     assert not stage or all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
     got = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in compiled.named_parameters()}
     return [name for name, want in theirs_model.named_parameters() if not torch.equal(got[name], want)]
-
-
-@diagonal("kind, stage, stepped", KINDS, [3, 0, 3, 0], [True, False, False, True])
-def test_an_optimizer_goes_on_with_shards(threads: Threads, kind: str, stage: int, stepped: bool) -> None:
-    assert threads.run(2, pointed, kind, stage, stepped) == [[], []]
 
 
 def test_several_optimizers_and_parameters_that_are_not_the_models() -> None:

@@ -20,6 +20,7 @@ from tests.cases import quickly
 from tests.compare import differing, parameters
 from tests.dumps import assert_proven, assert_replayed
 from tests.models import batch, make
+from tests.ranks import on_threads
 from tests.rounding import EACH, rounded
 from tests.test_hybrid import STEPS, Shape, Values, adamw, mean, mesh_of, train
 from tests.threads import Threads
@@ -162,7 +163,8 @@ def test_int8_is_proven_replayed_and_counted(threads: Threads, tmp_path: Path) -
     assert_replayed(tmp_path, 4)
 
 
-def mistaken(rank: int) -> str:
+@on_threads(2)
+def test_a_program_that_sends_otherwise_is_refused(rank: int) -> None:
     """A pass that leaves out in what averages travel."""
 
     def forget(program: zcompile.Program) -> zcompile.Program:
@@ -179,12 +181,8 @@ def mistaken(rank: int) -> str:
     )
     with pytest.raises((ProgramError, PipelineError)) as caught:
         compiled(*batch("mlp", rank, 0)).backward()
-    return str(caught.value)
-
-
-def test_a_program_that_sends_otherwise_is_refused(threads: Threads) -> None:
-    for said in threads.run(2, mistaken):
-        assert "want torch.int8" in said
+    said = str(caught.value)
+    assert "want torch.int8" in said
 
 
 class Mixed(nn.Module):

@@ -24,7 +24,7 @@ from tests.cases import quickly
 from tests.compare import differing, parameters
 from tests.dumps import assert_proven, assert_replayed
 from tests.models import batch, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks, on_threads
 from tests.rounding import EACH, rounded
 from tests.test_checker import texts_of
 from tests.test_hybrid import PLAN, STEPS, Breaking, Shape, Values, adamw, mean, mesh_of
@@ -292,7 +292,9 @@ def test_every_rank_computes_with_what_the_others_got(
     assert threads.run(4, computed, kind, wire, options) == [[]] * 4
 
 
-def as_if_not_given(rank: int) -> tuple[bool, bool, str]:
+@pytest.mark.slow
+@on_threads(4)
+def test_where_nothing_travels_in_fewer_bits_it_does_not_appear(rank: int) -> None:
     """In a unit that is computed in bfloat16 anyway, and on one node: whether numbers and texts are as without it."""
     found = []
     for shape, options in (((2, 2), {"dtype": BF16}), ((1, 4), {})):
@@ -305,16 +307,9 @@ def as_if_not_given(rank: int) -> tuple[bool, bool, str]:
             text = compiled._engine.runtime.steps[0].program.text(regions=True)
             both.append((loss, text))
         found.append(torch.equal(both[0][0], both[1][0]) and both[0][1] == both[1][1])
-    return found[0], found[1], text
-
-
-@pytest.mark.slow
-def test_where_nothing_travels_in_fewer_bits_it_does_not_appear(threads: Threads) -> None:
-    for low, alone, text in threads.run(4, as_if_not_given):
-        assert low
-        assert alone
-        assert "wire=" not in text
-        assert "gathered in" not in text
+    assert found == [True, True], "in bfloat16 anyway, and on one node"
+    assert "wire=" not in text
+    assert "gathered in" not in text
 
 
 # -- what is sent and kept --------------------------------------------------------------------------------------------
@@ -331,7 +326,15 @@ def by_hand(kind: str, wire: torch.dtype) -> int:
     return total
 
 
-def sent_by(rank: int, shard: str, stage: int, wire: torch.dtype) -> dict[str, Any]:
+@pytest.mark.slow
+@quickly(
+    "shard, stage, wire",
+    [(shard, stage, wire) for shard in HYBRIDS for stage in (1, 3) for wire in WIRES],
+    [("hpz", 3, INT8)],
+    pairs=False,
+)
+@on_threads(4)
+def test_bytes_outside_are_as_foretold_and_by_hand(rank: int, shard: str, stage: int, wire: torch.dtype) -> None:
     """Bytes outside of two steps, each with two evaluations before the optimizer's; and those that are foretold."""
     how: dict[str, Any] = {"shard": shard, "stage": stage, "outer_gather_dtype": wire}
     compiled = zcompile.compile(make("gpt"), mesh=mesh_of((2, 2)), backend="eager", **how)
@@ -360,7 +363,7 @@ def sent_by(rank: int, shard: str, stage: int, wire: torch.dtype) -> dict[str, A
     lives, gathers = live_bytes(program), program.nodes(GatherOutside)
     encoded = sum(op_of(node, GatherOutside).encoded_bytes(program.layout) for node in gathers)
     changes = sum(program.memory(node) - data(node).nbytes for node in (*gathers, *program.nodes(WaitSecondary)))
-    return {
+    one = {
         "counts": counts,
         "step": program.volumes()["replicate"],
         "forward": forward["replicate"],
@@ -369,28 +372,22 @@ def sent_by(rank: int, shard: str, stage: int, wire: torch.dtype) -> dict[str, A
         "peak": max(lives.values()),
         "explained": compiled.explain(),
     }
+    first, evaluated, compared, second, *_ = one["counts"]
+    kept = shard == "hfsdp" or stage == 1
+    assert one["forward"] == by_hand("gpt", wire)
+    assert first == second == one["step"]
+    assert evaluated == compared == (0 if kept else one["forward"])
+    assert 0 < one["encoded"] <= 2 * one["forward"]
+    assert one["changes"] == 0, "what arrives encoded is there from a gather to its wait"
+    assert human_bytes(one["step"]) in one["explained"]
 
 
 @pytest.mark.slow
 @quickly(
-    "shard, stage, wire",
-    [(shard, stage, wire) for shard in HYBRIDS for stage in (1, 3) for wire in WIRES],
-    [("hpz", 3, INT8)],
-    pairs=False,
+    "shard, stage", [(shard, stage) for shard in HYBRIDS for stage in (1, 3)], [("hfsdp", 3), ("hpz", 1)], pairs=False
 )
-def test_bytes_outside_are_as_foretold_and_by_hand(threads: Threads, shard: str, stage: int, wire: torch.dtype) -> None:
-    for one in threads.run(4, sent_by, shard, stage, wire):
-        first, evaluated, compared, second, *_ = one["counts"]
-        kept = shard == "hfsdp" or stage == 1
-        assert one["forward"] == by_hand("gpt", wire)
-        assert first == second == one["step"]
-        assert evaluated == compared == (0 if kept else one["forward"])
-        assert 0 < one["encoded"] <= 2 * one["forward"]
-        assert one["changes"] == 0, "what arrives encoded is there from a gather to its wait"
-        assert human_bytes(one["step"]) in one["explained"]
-
-
-def written(rank: int, shard: str, stage: int) -> list[str]:
+@on_threads(4)
+def test_writes_to_parameters_are_noticed(rank: int, shard: str, stage: int) -> list[str]:
     """What differs from parameters by hand after writes, in ways that no optimizer tells, on one rank or on all."""
     how: dict[str, Any] = {"shard": shard, "stage": stage, "outer_gather_dtype": INT8}
     compiled = zcompile.compile(make("gpt", 0), mesh=mesh_of((2, 2)), backend="eager", **how)
@@ -410,14 +407,6 @@ def written(rank: int, shard: str, stage: int) -> list[str]:
                 elif rank == 3 and isinstance(param, DTensor):
                     param.to_local().data.add_(0.1)
     return found
-
-
-@pytest.mark.slow
-@quickly(
-    "shard, stage", [(shard, stage) for shard in HYBRIDS for stage in (1, 3)], [("hfsdp", 3), ("hpz", 1)], pairs=False
-)
-def test_writes_to_parameters_are_noticed(threads: Threads, shard: str, stage: int) -> None:
-    assert threads.run(4, written, shard, stage) == [[]] * 4
 
 
 def saved(rank: int, folder: str) -> Values:
@@ -666,7 +655,9 @@ def test_what_cannot_be_meant_is_refused_alike_on_every_rank(threads: Threads) -
 # -- beside others ----------------------------------------------------------------------------------------------------
 
 
-def through_torch_compile(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_the_backend_of_torch_compile_takes_it(rank: int) -> list[str]:
     how: dict[str, Any] = {"mesh": mesh_of((2, 2)), "shard": "hpz", "outer_gather_dtype": INT8}
     model, backend = make("gpt", 0), zcompile.backend(backend="eager", **how)
     optimizer, step = adamw(model), torch.compile(model, backend=backend)
@@ -680,11 +671,8 @@ def through_torch_compile(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_backend_of_torch_compile_takes_it(ranks: Ranks) -> None:
-    assert ranks.run(4, through_torch_compile) == [[]] * 4
-
-
-def divided(rank: int) -> list[str]:
+@on_ranks(4)
+def test_it_stands_beside_tensor_parallelism(rank: int) -> list[str]:
     """Beside tensor parallelism, where rows of a rank's part travel: losses and gradients of values by hand."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
 
@@ -705,8 +693,3 @@ def divided(rank: int) -> list[str]:
         loss.backward()
         results.append([loss, *(_full(p.grad) for p in compiled.parameters() if p.grad is not None)])
     return [str(n) for n, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)]
-
-
-@pytest.mark.slow
-def test_it_stands_beside_tensor_parallelism(ranks: Ranks) -> None:
-    assert ranks.run(4, divided) == [[]] * 4

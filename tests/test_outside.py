@@ -11,7 +11,7 @@ from torch import nn
 
 import zcompile
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.ranks import on_ranks
 from tests.threads import Threads
 
 
@@ -103,13 +103,10 @@ def test_gradients_from_outside_of_the_models_call_are_averaged(threads: Threads
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
-def asked(rank: int) -> tuple[bool, bool]:
+@on_ranks(2)
+def test_autograd_grad_gives_this_ranks_own_as_it_is(rank: int) -> None:
     compiled = zcompile.compile(model(), stage=0, backend="eager")
     (found,) = torch.autograd.grad(by_method(compiled, rank, 0), [compiled.head.weight])
     plain = model()
     (wanted,) = torch.autograd.grad(by_method(plain, rank, 0), [plain.head.weight])
-    return torch.equal(found, wanted), compiled.head.weight.grad is None
-
-
-def test_autograd_grad_gives_this_ranks_own_as_it_is(ranks: Ranks) -> None:
-    assert ranks.run(2, asked) == [(True, True)] * 2
+    assert (torch.equal(found, wanted), compiled.head.weight.grad is None) == (True, True)

@@ -22,7 +22,7 @@ from tests.cases import quickly
 from tests.compare import differing, parameters
 from tests.dumps import assert_proven, assert_replayed
 from tests.models import batch, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks, on_threads
 from tests.threads import Threads
 from zcompile import OptimizerError, OptionError, ParameterError
 
@@ -170,29 +170,27 @@ def test_muon_steps_as_on_one_process_bit_for_bit(threads: Threads, world: int, 
     assert threads.run(world, sweep, kind, world, choices if kind != "tied" else choices[2::3]) == [[]] * world
 
 
-def otherwise(rank: int, world: int, name: str, folder: str) -> list[str]:
-    """What differs from one process, in each of several ways of training."""
-    if name == "replicas":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-        return differing(train(rank, "mlp", mesh=mesh), reference("mlp", world, replicas=2))
-    if name == "micro-batches":  # where full gradients are kept they are added before they are averaged
-        return differing(train(rank, "mlp", batches=2, stage=1), reference("mlp", world, batches=2))
-    if name == "shampoo":
-        return differing(train(rank, "mlp", by=Whitening), reference("mlp", world, by=Whitening))
-    if name == "a disk":
-        got = train(rank, "mlp", offload_parameters=f"disk:{folder}", offload_activations=f"disk:{folder}")
-        return differing(got, reference("mlp", world))
-    options = {"arenas": {"arenas": True}, "a bucket": {"bucket": 4096}, "checkpoints": {"checkpoint": "unit"}}[name]
-    return differing(train(rank, "gpt", **options), reference("gpt", world))
-
-
 WAYS = ("replicas", "micro-batches", "shampoo", "a disk", "arenas", "a bucket", "checkpoints")
 
 
 @pytest.mark.slow
 @quickly("name", WAYS, ["replicas", "shampoo"])
-def test_other_ways_of_training_give_the_same_bits(threads: Threads, name: str, tmp_path: Path) -> None:
-    assert threads.run(4, otherwise, 4, name, str(tmp_path)) == [[]] * 4
+@on_threads(4)
+def test_other_ways_of_training_give_the_same_bits(rank: int, name: str, tmp_path: Path) -> list[str]:
+    """What differs from one process, in each of several ways of training."""
+    folder = str(tmp_path)
+    if name == "replicas":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return differing(train(rank, "mlp", mesh=mesh), reference("mlp", 4, replicas=2))
+    if name == "micro-batches":  # where full gradients are kept they are added before they are averaged
+        return differing(train(rank, "mlp", batches=2, stage=1), reference("mlp", 4, batches=2))
+    if name == "shampoo":
+        return differing(train(rank, "mlp", by=Whitening), reference("mlp", 4, by=Whitening))
+    if name == "a disk":
+        got = train(rank, "mlp", offload_parameters=f"disk:{folder}", offload_activations=f"disk:{folder}")
+        return differing(got, reference("mlp", 4))
+    options = {"arenas": {"arenas": True}, "a bucket": {"bucket": 4096}, "checkpoints": {"checkpoint": "unit"}}[name]
+    return differing(train(rank, "gpt", **options), reference("gpt", 4))
 
 
 def clipped(rank: int, world: int) -> float:
@@ -204,8 +202,16 @@ def test_gradients_are_clipped_by_the_norm_of_all(threads: Threads) -> None:
     assert max(threads.run(3, clipped, 3)) < 1e-6
 
 
-def stepped(rank: int, world: int, kind: str, by: type[torch.optim.Optimizer], folder: str) -> list[str]:
+BY = (torch.optim.Muon, Whitening)
+
+
+@quickly("kind, by", [(kind, by) for kind in ("gpt", "mlp") for by in BY], [("mlp", BY[1])])
+@on_threads(3)
+def test_a_train_step_updates_matrices_where_their_gradients_arrive(
+    rank: int, kind: str, by: type[torch.optim.Optimizer], tmp_path: Path
+) -> list[str]:
     """Parameters that differ from one process after train steps, with the state in memory and on a disk."""
+    folder = str(tmp_path)
     found = []
     places = (("memory", {}), ("a disk", {"offload_optimizer": f"disk:{folder}"}))
     for name, options in places if by is torch.optim.Muon else places[:1]:
@@ -215,18 +221,8 @@ def stepped(rank: int, world: int, kind: str, by: type[torch.optim.Optimizer], f
         step = zcompile.train_step(model, loss, some, whole=matrices(model), backend="eager", **options)
         for number in range(STEPS):
             step(*batch(kind, rank, number))
-        found += [f"{name}: {one}" for one in differing(parameters(step.model), reference(kind, world, by=by))]
+        found += [f"{name}: {one}" for one in differing(parameters(step.model), reference(kind, 3, by=by))]
     return found
-
-
-BY = (torch.optim.Muon, Whitening)
-
-
-@quickly("kind, by", [(kind, by) for kind in ("gpt", "mlp") for by in BY], [("mlp", BY[1])])
-def test_a_train_step_updates_matrices_where_their_gradients_arrive(
-    threads: Threads, kind: str, by: type[torch.optim.Optimizer], tmp_path: Path
-) -> None:
-    assert threads.run(3, stepped, 3, kind, by, str(tmp_path)) == [[]] * 3
 
 
 @contextlib.contextmanager
@@ -270,7 +266,9 @@ def test_each_matrix_is_orthogonalised_once_and_kept_once(threads: Threads) -> N
 # -- what a user may do with such parameters --------------------------------------------------------------------------
 
 
-def used(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_threads(3)
+def test_what_treats_elements_alone_works_on_parameters_with_an_owner(rank: int) -> list[str]:
     compiled = compiled_of(rank, "mlp")
     plain = {name: param.detach().clone() for name, param in make("mlp", 0).named_parameters()}
     compiled(*batch("mlp", rank, 0)).backward()
@@ -308,11 +306,8 @@ def used(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_treats_elements_alone_works_on_parameters_with_an_owner(threads: Threads) -> None:
-    assert threads.run(3, used) == [[]] * 3
-
-
-def refused(rank: int) -> list[str]:
+@on_threads(2)
+def test_what_needs_rows_of_others_is_refused(rank: int) -> None:
     compiled = compiled_of(rank, "mlp")
     compiled(*batch("mlp", rank, 0)).backward()
     params = [param for param in compiled.parameters() if param.ndim == 2]
@@ -344,12 +339,6 @@ def refused(rank: int) -> list[str]:
             act()
     with pytest.raises(zcompile.StateError, match="holds this rank's shards"):
         torch.save(compiled.state_dict(), "/dev/null")
-    return []
-
-
-@pytest.mark.slow
-def test_what_needs_rows_of_others_is_refused(threads: Threads) -> None:
-    assert threads.run(2, refused) == [[]] * 2
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -411,22 +400,21 @@ def test_a_checkpoint_loads_in_other_worlds_and_layouts(
     assert any(not torch.equal(after[0][1][name], values[name]) for name in values)
 
 
-def stepped_by_rows(rank: int) -> str:
-    """What a step of Muon raises for matrices divided by rows: the last has a single one."""
+@pytest.mark.slow
+@on_threads(3)
+def test_a_matrix_of_fewer_rows_than_ranks_is_refused_to_muon(rank: int) -> None:
+    """As torch divides no such tensor, which it says of no parameter.
+
+    What a step of Muon raises for matrices divided by rows: the last has a single one.
+    """
     model = zcompile.compile(make("mlp"), backend="eager")
     model(*batch("mlp", rank, 0)).backward()
     with pytest.raises(ParameterError) as raised:
         torch.optim.Muon([param for param in model.parameters() if param.ndim == 2]).step()
-    return str(raised.value)
-
-
-@pytest.mark.slow
-def test_a_matrix_of_fewer_rows_than_ranks_is_refused_to_muon(threads: Threads) -> None:
-    """As torch divides no such tensor, which it says of no parameter."""
-    for message in threads.run(3, stepped_by_rows):
-        assert "of shape [1, 5] by rows on 3 ranks" in message
-        assert "layers.2.weight: add_ writes" in message
-        assert "whole=" in message
+    message = str(raised.value)
+    assert "of shape [1, 5] by rows on 3 ranks" in message
+    assert "layers.2.weight: add_ writes" in message
+    assert "whole=" in message
 
 
 def replayed(rank: int, folder: str) -> None:
@@ -460,7 +448,9 @@ class Derived(torch.optim.AdamW):
     """Nothing is known of it."""
 
 
-def in_one_group(rank: int, world: int) -> list[str]:
+@pytest.mark.slow
+@on_threads(3)
+def test_an_optimizer_of_elements_takes_both_kinds_in_one_group(rank: int) -> list[str]:
     """What differs where an optimizer of elements steps matrices with owners and vectors by rows together."""
     compiled = compiled_of(rank, "mlp")
     plain = make("mlp", 0)
@@ -470,7 +460,7 @@ def in_one_group(rank: int, world: int) -> list[str]:
         optimizer.step()
         optimizer.zero_grad()
         grads: list[Values] = []
-        for number in range(world):
+        for number in range(3):
             plain(*batch("mlp", number, step)).backward()
             grads.append({name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
             plain.zero_grad()
@@ -479,11 +469,6 @@ def in_one_group(rank: int, world: int) -> list[str]:
         other.step()
         other.zero_grad()
     return differing(parameters(compiled), {name: param.detach() for name, param in plain.named_parameters()})
-
-
-@pytest.mark.slow
-def test_an_optimizer_of_elements_takes_both_kinds_in_one_group(threads: Threads) -> None:
-    assert threads.run(3, in_one_group, 3) == [[]] * 3
 
 
 class First(torch.optim.SGD):
@@ -512,7 +497,9 @@ class Adapting(torch.optim.SGD):
         super().step(closure)
 
 
-def of_all(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_threads(4)
+def test_an_optimizer_that_looks_at_all_matrices_is_refused(rank: int) -> None:
     """What is said of optimizers that look at all their parameters; and of one that looks at the first, nothing."""
     compiled = compiled_of(rank, "mlp")
     found = []
@@ -524,17 +511,13 @@ def of_all(rank: int) -> list[str]:
         except OptimizerError as error:
             found.append(str(error))
         compiled.zero_grad()
-    return found
+    assert len(found) == 2
+    assert all("steps a parameter otherwise beside others" in said for said in found)
 
 
 @pytest.mark.slow
-def test_an_optimizer_that_looks_at_all_matrices_is_refused(threads: Threads) -> None:
-    for found in threads.run(4, of_all):
-        assert len(found) == 2
-        assert all("steps a parameter otherwise beside others" in said for said in found)
-
-
-def normed(rank: int) -> list[float]:
+@on_threads(3)
+def test_the_largest_element_of_what_a_rank_does_not_have(rank: int) -> None:
     compiled = compiled_of(rank, "mlp")
     compiled(*batch("mlp", rank, 0)).backward()
     grads = [param.grad for param in compiled.parameters()]
@@ -543,15 +526,12 @@ def normed(rank: int) -> list[float]:
     largest = largest.full_tensor() if isinstance(largest, DTensor) else largest
     alone = grads[0].norm(float("inf")).full_tensor()
     off = [largest - max(grad.abs().max() for grad in whole), alone - whole[0].abs().max()]
-    return [float(one) for one in off]
+    assert [float(one) for one in off] == [0.0, 0.0]
 
 
 @pytest.mark.slow
-def test_the_largest_element_of_what_a_rank_does_not_have(threads: Threads) -> None:
-    assert threads.run(3, normed) == [[0.0, 0.0]] * 3
-
-
-def given_whole(rank: int) -> list[str]:
+@on_threads(2)
+def test_a_gradient_may_be_made_whole(rank: int) -> list[str]:
     """A gradient that the user has made whole on every rank is the owner's all the same."""
     values = []
     for whole in (False, True):
@@ -567,42 +547,32 @@ def given_whole(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_gradient_may_be_made_whole(threads: Threads) -> None:
-    assert threads.run(2, given_whole) == [[]] * 2
-
-
-def both_kinds(rank: int) -> str:
+@on_threads(2)
+def test_muon_over_whole_matrices_and_rows_is_told_so(rank: int) -> None:
     model = make("mlp", 0)
     compiled = zcompile.compile(model, whole=["layers.0.weight"], backend="eager")
     first, _ = optimizers(compiled)
     compiled(*batch("mlp", rank, 0)).backward()
     with pytest.raises(OptimizerError) as caught:
         first.step()
-    return str(caught.value)
+    said = str(caught.value)
+    assert "beside ones of which each rank has rows" in said
 
 
 @pytest.mark.slow
-def test_muon_over_whole_matrices_and_rows_is_told_so(threads: Threads) -> None:
-    for said in threads.run(2, both_kinds):
-        assert "beside ones of which each rank has rows" in said
-
-
-def by_rows(rank: int) -> str:
+@on_threads(2)
+def test_an_optimizer_of_whole_matrices_over_rows_is_told_of_owners(rank: int) -> None:
     compiled = zcompile.compile(make("mlp", 0), backend="eager")
     first, _ = optimizers(compiled, Whitening)
     compiled(*batch("mlp", rank, 0)).backward()
     with pytest.raises(OptimizerError) as caught:
         first.step()
-    return str(caught.value)
+    said = str(caught.value)
+    assert "whole=" in said
 
 
-@pytest.mark.slow
-def test_an_optimizer_of_whole_matrices_over_rows_is_told_of_owners(threads: Threads) -> None:
-    for said in threads.run(2, by_rows):
-        assert "whole=" in said
-
-
-def flattening(rank: int) -> str:
+@on_threads(2)
+def test_an_optimizer_that_flattens_is_refused(rank: int) -> None:
     compiled = compiled_of(rank, "mlp")
     optimizer = torch.optim.LBFGS(compiled.parameters())
 
@@ -613,35 +583,25 @@ def flattening(rank: int) -> str:
 
     with pytest.raises(OptimizerError) as caught:
         optimizer.step(closure)
-    return str(caught.value)
+    said = str(caught.value)
+    assert "leave it out of whole=" in said
 
 
-def test_an_optimizer_that_flattens_is_refused(threads: Threads) -> None:
-    for said in threads.run(2, flattening):
-        assert "leave it out of whole=" in said
-
-
-def parallel(rank: int) -> str:
+@on_ranks(2)
+def test_what_tensor_parallelism_divides_has_no_owner(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     with pytest.raises(OptionError) as caught:
         zcompile.compile(model, mesh=mesh["dp"], whole=["0.weight"], backend="eager")
-    return str(caught.value)
+    said = str(caught.value)
+    assert "tensor parallelism divides" in said
 
 
-def test_what_tensor_parallelism_divides_has_no_owner(ranks: Ranks) -> None:
-    for said in ranks.run(2, parallel):
-        assert "tensor parallelism divides" in said
-
-
-def disagreeing(rank: int) -> str:
+@on_ranks(2)
+def test_ranks_that_disagree_on_owners(rank: int) -> None:
     model = make("mlp", 0)
     with pytest.raises(zcompile.AgreementError) as caught:
         zcompile.compile(model, whole=matrices(model)[: 1 + rank], backend="eager")
-    return str(caught.value)
-
-
-def test_ranks_that_disagree_on_owners(ranks: Ranks) -> None:
-    for said in ranks.run(2, disagreeing):
-        assert "whole on rank" in said
+    said = str(caught.value)
+    assert "whole on rank" in said

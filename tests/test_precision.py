@@ -14,6 +14,7 @@ import zcompile
 from tests.cases import quickly
 from tests.compare import full
 from tests.models import GPT, batch, make
+from tests.ranks import on_threads
 from tests.threads import Threads
 from zcompile.model.own_dtype import OwnDtype
 
@@ -91,10 +92,20 @@ def test_gathers_send_two_bytes_and_reductions_four_or_two(threads: Threads) -> 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def low_training(rank: int, stage: int, dtype: torch.dtype, options: dict[str, Any]) -> tuple[float, float]:
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [
+        pytest.param(0, torch.bfloat16, marks=pytest.mark.nightly),
+        pytest.param(3, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(3, torch.float16, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+@on_threads(2)
+def test_the_loss_curve_is_that_of_ddp_with_autocast(rank: int, stage: int, dtype: torch.dtype) -> None:
     """100 steps beside DistributedDataParallel under autocast: the worst relative distance of smoothed losses."""
     model = make("gpt")
-    compiled = zcompile.compile(copy.deepcopy(model), stage=stage, dtype=dtype, **options)
+    compiled = zcompile.compile(copy.deepcopy(model), stage=stage, dtype=dtype, backend="eager")
     ddp = DistributedDataParallel(model)
     curves = []
     for wrapped, theirs in ((compiled, False), (ddp, True)):
@@ -112,25 +123,14 @@ def low_training(rank: int, stage: int, dtype: torch.dtype, options: dict[str, A
             optimizer.zero_grad()
             losses.append(loss.item())
         curves.append(torch.tensor(losses).view(-1, 10).mean(1))
-    return float(((curves[0] - curves[1]).abs() / curves[1]).max()), float(curves[0][-1])
+    distance, end = float(((curves[0] - curves[1]).abs() / curves[1]).max()), float(curves[0][-1])
+    assert distance < 0.01
+    assert end < 3.0, "it learns"
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"),
-    [
-        pytest.param(0, torch.bfloat16, marks=pytest.mark.nightly),
-        pytest.param(3, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(3, torch.float16, marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
-def test_the_loss_curve_is_that_of_ddp_with_autocast(threads: Threads, stage: int, dtype: torch.dtype) -> None:
-    for distance, end in threads.run(2, low_training, stage, dtype, {"backend": "eager"}):
-        assert distance < 0.01
-        assert end < 3.0, "it learns"
-
-
-def overflow(rank: int, stage: int) -> list[tuple[bool, float]]:
+@quickly("stage", range(4), [0])
+@on_threads(3)
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(rank: int, stage: int) -> None:
     """Whether each step changed the parameters, and the scale after it; rank 1's loss overflows in the second."""
     compiled = zcompile.compile(make("mlp"), stage=stage, dtype=torch.float16, backend="eager")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
@@ -145,12 +145,7 @@ def overflow(rank: int, stage: int) -> list[tuple[bool, float]]:
         optimizer.zero_grad()
         changed = any(not torch.equal(full(a), full(b)) for a, b in zip(before, compiled.parameters(), strict=True))
         seen.append((changed, scaler.get_scale()))
-    return seen
-
-
-@quickly("stage", range(4), [0])
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(threads: Threads, stage: int) -> None:
-    assert threads.run(3, overflow, stage) == [[(True, 1024.0), (False, 512.0), (True, 512.0)]] * 3
+    assert seen == [(True, 1024.0), (False, 512.0), (True, 512.0)]
 
 
 class Rows(nn.Module):
@@ -164,7 +159,9 @@ class Rows(nn.Module):
         return (x * self.rows).sum() + self.scale
 
 
-def one_shard_overflows(rank: int) -> tuple[bool, float]:
+@pytest.mark.slow
+@on_threads(3)
+def test_an_overflow_in_one_shard_is_seen_by_all_ranks(rank: int) -> None:
     """An overflow in a gradient of which only rank 2 keeps a part."""
     compiled = zcompile.compile(Rows(), stage=3, dtype=torch.float16, backend="eager")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
@@ -174,12 +171,7 @@ def one_shard_overflows(rank: int) -> tuple[bool, float]:
     scaler.scale(compiled(x)).backward()
     scaler.step(optimizer)
     scaler.update()
-    return torch.equal(full(compiled.rows.detach()), torch.ones(6)), scaler.get_scale()
-
-
-@pytest.mark.slow
-def test_an_overflow_in_one_shard_is_seen_by_all_ranks(threads: Threads) -> None:
-    assert threads.run(3, one_shard_overflows) == [(True, 512.0)] * 3
+    assert (torch.equal(full(compiled.rows.detach()), torch.ones(6)), scaler.get_scale()) == (True, 512.0)
 
 
 @quickly("backend", ["eager", "inductor"], [], slow=["eager"])
@@ -288,7 +280,10 @@ def test_ranks_agree_on_the_modules_that_keep_their_dtype(threads: Threads) -> N
     assert all("keep_dtype=" in said for said in threads.run(2, other_modules))
 
 
-def kept_copies(rank: int, stage: int) -> bool:
+@pytest.mark.slow
+@quickly("stage", range(3), [2])
+@on_threads(2)
+def test_kept_casts_are_renewed(rank: int, stage: int) -> None:
     """Low-precision copies kept by stages 0 to 2 follow optimizer steps and writes."""
     compiled = zcompile.compile(make("mlp"), stage=stage, dtype=torch.bfloat16, backend="eager")
     x = batch("mlp", rank, 0)
@@ -300,13 +295,7 @@ def kept_copies(rank: int, stage: int) -> bool:
     with torch.no_grad():
         for param in compiled.parameters():
             param.div_(2)
-    return compiled(*x).item() == first != second
-
-
-@pytest.mark.slow
-@quickly("stage", range(3), [2])
-def test_kept_casts_are_renewed(threads: Threads, stage: int) -> None:
-    assert threads.run(2, kept_copies, stage) == [True, True]
+    assert compiled(*x).item() == first != second
 
 
 class Breaks(nn.Module):

@@ -19,7 +19,7 @@ import zcompile
 from tests.models import batch, make
 from tests.passes.programs import CHAIN, GATHERED, REDUCED, TENSOR_PARALLEL, joined, parsed
 from tests.passes.test_partition_activations import SAME
-from tests.ranks import Ranks
+from tests.ranks import on_ranks
 from zcompile.cost.forecast import Choice
 from zcompile.errors import AgreementError, ProofError
 from zcompile.ir.axis import Axis, AxisKind
@@ -531,7 +531,8 @@ def test_gradients_are_counted() -> None:
 # -- in a job ---------------------------------------------------------------------------------------------------------
 
 
-def reached(rank: int) -> list[str]:
+@on_ranks(2)
+def test_lines_that_differ_and_fit_together_are_agreed_on(rank: int) -> None:
     """What comes of lines that differ, where they fit together and where not; the group is of use afterwards."""
     agreement = Agreement(
         Communicator(torch.distributed.device_mesh.init_device_mesh("cpu", (2,)), torch.device("cpu"))
@@ -549,8 +550,4 @@ def reached(rank: int) -> list[str]:
         except AgreementError as error:
             found.append(error.problem)
     assert asked == [["0", "1"]] * 2, "ranks with equal lines exchange nothing more"
-    return found
-
-
-def test_lines_that_differ_and_fit_together_are_agreed_on(ranks: Ranks) -> None:
-    assert ranks.run(2, reached) == [["reached", "reached", "they clash", "reached"]] * 2
+    assert found == ["reached", "reached", "they clash", "reached"]

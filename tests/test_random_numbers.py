@@ -16,7 +16,7 @@ import zcompile
 from tests.cases import quickly
 from tests.compare import full
 from tests.models import batch, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks, on_threads
 from tests.threads import Threads
 from zcompile.runtime.tensors.owned import owner_of
 
@@ -77,15 +77,12 @@ def test_ranks_seeded_apart_are_left_alone(ranks: Ranks) -> None:
     assert ranks.run(2, plain) == [True, True]
 
 
-def frozen(rank: int, backend: str) -> bool:
+@quickly("backend", ["eager", "inductor"], ["eager"])
+@on_threads(1)
+def test_dropout_in_a_checkpoint_without_a_backward(rank: int, backend: str) -> None:
     """Torch 2.13 refuses to trace a graph without a backward in which a user's checkpoint draws random numbers."""
     compiled = zcompile.compile(Dropped().requires_grad_(False), backend=backend)
-    return 0 < int((compiled(torch.ones(64)) == 0).sum()) < 64
-
-
-@quickly("backend", ["eager", "inductor"], ["eager"])
-def test_dropout_in_a_checkpoint_without_a_backward(threads: Threads, backend: str) -> None:
-    assert threads.run(1, frozen, backend) == [True]
+    assert 0 < int((compiled(torch.ones(64)) == 0).sum()) < 64
 
 
 class Block(nn.Module):
@@ -110,33 +107,27 @@ class Blocks(nn.Module):
         return x.sum()
 
 
-def checkpointed(rank: int, stage: int) -> bool:
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+@on_threads(1)
+def test_blocks_that_draw_first_and_are_checkpointed_by_the_user(rank: int, stage: int) -> None:
     plain = Blocks()
     compiled = zcompile.compile(copy.deepcopy(plain), stage=stage, backend="eager")
     for model in (plain, compiled):
         torch.manual_seed(5)
         model(torch.ones(3, 8)).backward()
     pairs = zip(plain.parameters(), compiled.parameters(), strict=True)
-    return all(torch.equal(one.grad, full(other.grad)) for one, other in pairs)
+    assert all(torch.equal(one.grad, full(other.grad)) for one, other in pairs)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_blocks_that_draw_first_and_are_checkpointed_by_the_user(threads: Threads, stage: int) -> None:
-    assert threads.run(1, checkpointed, stage) == [True]
-
-
-def untouched(rank: int) -> bool:
+@on_threads(2)
+def test_a_model_that_draws_nothing_changes_no_generator(rank: int) -> None:
     torch.manual_seed(0)
     compiled = zcompile.compile(make("mlp"), backend="eager")
     before = torch.get_rng_state()
     compiled(*batch("mlp", rank, 0)).backward()
-    return torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.slow
-def test_a_model_that_draws_nothing_changes_no_generator(threads: Threads) -> None:
-    assert threads.run(2, untouched) == [True, True]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # -- writes to shards -------------------------------------------------------------------------------------------------
@@ -183,7 +174,11 @@ class Various(nn.Module):
         return self.one(x) * self.scale + self.convolution(x[..., None].expand(-1, -1, 3)).sum()
 
 
-def written(rank: int, options: dict[str, Any]) -> list[str]:
+@quickly(
+    "world, options", [(2, {}), (3, {}), (2, {"stage": 1}), (2, {"whole": ["linear.weight"]})], [(3, {})], pairs=False
+)
+@on_threads()
+def test_random_writes_to_shards_are_those_to_the_whole(rank: int, world: int, options: dict[str, Any]) -> list[str]:
     """The writes that give other numbers than plain PyTorch with the same seed, or leave its generator elsewhere."""
     torch.manual_seed(0)
     plain = Various()
@@ -204,14 +199,8 @@ def written(rank: int, options: dict[str, Any]) -> list[str]:
     return wrong
 
 
-@quickly(
-    "world, options", [(2, {}), (3, {}), (2, {"stage": 1}), (2, {"whole": ["linear.weight"]})], [(3, {})], pairs=False
-)
-def test_random_writes_to_shards_are_those_to_the_whole(threads: Threads, world: int, options: dict[str, Any]) -> None:
-    assert threads.run(world, written, options) == [[]] * world
-
-
-def reset(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_modules_that_are_reset_have_the_values_of_plain_ones(rank: int) -> None:
     plain = Various()
     compiled = zcompile.compile(copy.deepcopy(plain), backend="eager")
     for model in (plain, compiled):
@@ -219,11 +208,8 @@ def reset(rank: int) -> list[bool]:
         for module in model.modules():
             if isinstance(module, (nn.Linear, nn.Conv1d)):
                 module.reset_parameters()
-    return [torch.equal(full(p), q) for p, q in zip(compiled.parameters(), plain.parameters(), strict=True)]
-
-
-def test_modules_that_are_reset_have_the_values_of_plain_ones(ranks: Ranks) -> None:
-    assert ranks.run(2, reset) == [[True] * 7] * 2
+    same = [torch.equal(full(p), q) for p, q in zip(compiled.parameters(), plain.parameters(), strict=True)]
+    assert same == [True] * 7
 
 
 def of_replicas(rank: int) -> list[list[float]]:

@@ -19,7 +19,7 @@ import zcompile
 from tests.cases import quickly
 from tests.compare import full
 from tests.models import GPT, batch, make
-from tests.ranks import AT_ONCE, Ranks
+from tests.ranks import AT_ONCE, Ranks, on_ranks
 from zcompile.facts import verify
 from zcompile.ir.program import Program
 from zcompile.schedule.pipeline import Pass
@@ -35,16 +35,15 @@ def refusal(call: Any) -> tuple[str, str, float]:
     return "", "no error", time.perf_counter() - started
 
 
-def different_models(rank: int) -> tuple[str, str, float]:
-    return refusal(lambda: zcompile.compile(GPT(layers=2, width=32 + 8 * rank, heads=4), backend="eager"))
-
-
-def test_ranks_with_different_models(ranks: Ranks) -> None:
-    for kind, message, seconds in ranks.run(2, different_models):
-        assert kind == "AgreementError"
-        assert "rank 0: 'tokens.weight [64, 32]" in message
-        assert "rank 1: 'tokens.weight [64, 40]" in message
-        assert seconds < AT_ONCE
+@on_ranks(2)
+def test_ranks_with_different_models(rank: int) -> None:
+    kind, message, seconds = refusal(
+        lambda: zcompile.compile(GPT(layers=2, width=32 + 8 * rank, heads=4), backend="eager")
+    )
+    assert kind == "AgreementError"
+    assert "rank 0: 'tokens.weight [64, 32]" in message
+    assert "rank 1: 'tokens.weight [64, 40]" in message
+    assert seconds < AT_ONCE
 
 
 def different_options(rank: int) -> tuple[str, str, float]:
@@ -99,7 +98,8 @@ def test_a_mistake_of_one_rank_is_told_to_the_others_at_once(ranks: Ranks, sizes
             assert seconds < AT_ONCE, "nobody waits for the group's timeout"
 
 
-def one_rank_late(rank: int) -> int:
+@on_ranks(2)
+def test_a_rank_that_comes_late_is_waited_for_without_a_word(rank: int) -> None:
     """How often a rank waited by the store's own function, which has warnings written when it ends in vain."""
     called, wait = [], dist.PrefixStore.wait
     dist.PrefixStore.wait = lambda *args: called.append(args) or wait(*args)  # type: ignore[method-assign, func-returns-value]
@@ -109,11 +109,7 @@ def one_rank_late(rank: int) -> int:
         zcompile.compile(make("mlp"), backend="eager")
     finally:
         dist.PrefixStore.wait = wait  # type: ignore[method-assign]
-    return len(called)
-
-
-def test_a_rank_that_comes_late_is_waited_for_without_a_word(ranks: Ranks) -> None:
-    assert ranks.run(2, one_rank_late) == [0, 0]
+    assert len(called) == 0
 
 
 def one_rank_missing(rank: int) -> tuple[str, str, float]:
@@ -139,22 +135,19 @@ def swapped_gathers(program: Program) -> Program:
     return program
 
 
-def swap_on_one_rank(rank: int) -> tuple[str, str, float]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_two_collectives_swapped_on_one_rank(rank: int) -> None:
     from zcompile.facts import GATHERED_BEFORE_USE, WAITS_SUNK
 
     step = Pass("swap", swapped_gathers, (GATHERED_BEFORE_USE, WAITS_SUNK)) if rank == 1 else None
     compiled = zcompile.compile(make("gpt"), backend="eager", passes={"swap": step} if step else None)
-    return refusal(lambda: compiled(*batch("gpt", rank, 0)))
-
-
-@pytest.mark.slow
-def test_two_collectives_swapped_on_one_rank(ranks: Ranks) -> None:
-    for kind, message, seconds in ranks.run(2, swap_on_one_rank):
-        assert kind == "AgreementError"
-        assert "rank 0: 'forward: all_gather tokens" in message
-        assert "rank 1: 'forward: all_gather blocks.0" in message
-        assert re.search(r"\(line \d+: `tokens_gather = all_gather\(tokens\)`\); rank 1: ", message)
-        assert seconds < AT_ONCE
+    kind, message, seconds = refusal(lambda: compiled(*batch("gpt", rank, 0)))
+    assert kind == "AgreementError"
+    assert "rank 0: 'forward: all_gather tokens" in message
+    assert "rank 1: 'forward: all_gather blocks.0" in message
+    assert re.search(r"\(line \d+: `tokens_gather = all_gather\(tokens\)`\); rank 1: ", message)
+    assert seconds < AT_ONCE
 
 
 def one_rank_evaluates(rank: int) -> tuple[str, str, float]:
@@ -189,20 +182,16 @@ def test_batches_of_different_sizes_on_the_ranks(ranks: Ranks, kind: str, stage:
     assert max(ranks.run(2, batches_of_different_sizes, kind, stage)) < 1e-6
 
 
-def clipped(rank: int) -> tuple[float, float]:
+@pytest.mark.slow
+@on_ranks(3)
+def test_clipping_takes_the_global_norm(rank: int) -> None:
     compiled = zcompile.compile(make("mlp"), backend="eager")
     reference = DistributedDataParallel(make("mlp"))
     for model in (compiled, reference):
         model(*batch("mlp", rank, 0)).backward()
     ours = torch.nn.utils.clip_grad_norm_(compiled.parameters(), 0.01)
     theirs = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
-    return float(ours.full_tensor()), float(theirs)
-
-
-@pytest.mark.slow
-def test_clipping_takes_the_global_norm(ranks: Ranks) -> None:
-    for ours, theirs in ranks.run(3, clipped):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert float(ours.full_tensor()) == pytest.approx(float(theirs), rel=1e-5)
 
 
 class Buffered(nn.Module):
@@ -214,31 +203,27 @@ class Buffered(nn.Module):
         self.register_buffer("turns", torch.full((2, 3), complex(rank, 1)).t())
 
 
-def buffers_of(rank: int) -> tuple[list[float], list[bool], float]:
+@on_ranks(2)
+def test_buffers_are_those_of_rank_0(rank: int) -> None:
     compiled = zcompile.compile(Buffered(rank), backend="eager")
-    return compiled.table.tolist(), compiled.flags.tolist(), float(compiled.turns.real.abs().sum())
+    assert compiled.table.tolist() == [0.0] * 3
+    assert compiled.flags.tolist() == [True, True]
+    assert float(compiled.turns.real.abs().sum()) == 0
 
 
-def test_buffers_are_those_of_rank_0(ranks: Ranks) -> None:
-    assert ranks.run(2, buffers_of) == [([0.0] * 3, [True, True], 0.0)] * 2
-
-
-def one_rank_steps(rank: int) -> tuple[str, str, float]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_step_on_one_rank_alone_is_known_at_the_next_run(rank: int) -> None:
     compiled = zcompile.compile(make("mlp"), stage=1, backend="eager")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     for number in range(2):
         compiled(*batch("mlp", rank, 0)).backward()
         if rank == 0 or number == 0:  # the first one is compared with the others' at once
             optimizer.step()
-    return refusal(lambda: compiled(*batch("mlp", rank, 0)))
-
-
-@pytest.mark.slow
-def test_a_step_on_one_rank_alone_is_known_at_the_next_run(ranks: Ranks) -> None:
-    for kind, message, _ in ranks.run(2, one_rank_steps):
-        assert kind == "AgreementError"
-        assert "behind 2 optimizer steps" in message
-        assert "behind 1 optimizer step" in message
+    kind, message, _ = refusal(lambda: compiled(*batch("mlp", rank, 0)))
+    assert kind == "AgreementError"
+    assert "behind 2 optimizer steps" in message
+    assert "behind 1 optimizer step" in message
 
 
 def sub_mesh(rank: int) -> float:
@@ -265,7 +250,9 @@ def test_facts_are_checked_without_ranks() -> None:
     verify(compiled._engine.runtime.steps[0].program, facts, "the finished program")
 
 
-def touched(rank: int) -> list[object]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_arithmetic_on_a_sharded_parameter_is_refused_or_right(rank: int) -> None:
     """What user code gets that computes with a sharded parameter outside of the model's call."""
     compiled = zcompile.compile(make("mlp"), backend="eager")
     weight, plain = compiled.layers[0].weight, make("mlp").layers[0].weight
@@ -289,17 +276,11 @@ def touched(rank: int) -> list[object]:
     for other in range(2):
         (expected(*batch("mlp", other, 0)) / 2).backward()
     right += [float((weight.grad.full_tensor() - expected.layers[0].weight.grad - 2 * plain).abs().max())]
-    return [refused, max(map(abs, right)) < 1e-5]
-
-
-@pytest.mark.slow
-def test_arithmetic_on_a_sharded_parameter_is_refused_or_right(ranks: Ranks) -> None:
-    for refused, right in ranks.run(2, touched):
-        names = ["sum", "sum", "pow", "linalg_vector_norm", "add", "__dlpack__"]
-        for message, name in zip(refused, names, strict=True):
-            assert message.startswith("layers.0.weight: ")
-            assert f"{name} reads this parameter outside of a program" in message
-        assert right
+    names = ["sum", "sum", "pow", "linalg_vector_norm", "add", "__dlpack__"]
+    for message, name in zip(refused, names, strict=True):
+        assert message.startswith("layers.0.weight: ")
+        assert f"{name} reads this parameter outside of a program" in message
+    assert max(map(abs, right)) < 1e-5
 
 
 class Routed(nn.Module):

@@ -24,7 +24,7 @@ from tests.cases import quickly
 from tests.compare import differing, parameters
 from tests.dumps import assert_proven, assert_replayed
 from tests.models import batch, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_threads
 from tests.test_hybrid import (
     KINDS,
     OPTIONS,
@@ -222,7 +222,10 @@ def test_what_goes_over_each_axis_is_as_predicted(threads: Threads, shard: str, 
 # -- kept secondary shards --------------------------------------------------------------------------------------------
 
 
-def written(rank: int, shard: str) -> list[str]:
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", HYBRIDS)
+@on_threads(4)
+def test_writes_to_parameters_are_noticed(rank: int, shard: str) -> list[str]:
     """Parameters are written to between forwards, in ways that no optimizer tells."""
     compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", shard=shard)
     plain = make("mlp")
@@ -247,12 +250,6 @@ def written(rank: int, shard: str) -> list[str]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", HYBRIDS)
-def test_writes_to_parameters_are_noticed(threads: Threads, shard: str) -> None:
-    assert threads.run(4, written, shard) == [[]] * 4
-
-
 WAYS: Mapping[str, Callable[[DTensor], object]] = {
     "data of detached": lambda param: param.detach().data.mul_(0.5),
     "rows": lambda param: param.to_local().mul_(0.5),
@@ -265,7 +262,10 @@ WAYS: Mapping[str, Callable[[DTensor], object]] = {
 }
 
 
-def written_by(rank: int, shard: str | None, stage: int) -> list[str]:
+@pytest.mark.slow
+@pytest.mark.parametrize(("shard", "stage"), [("hfsdp", 3), ("hsdp", 2)])
+@on_threads(4)
+def test_writes_to_what_a_parameter_shows_are_noticed(rank: int, shard: str, stage: int) -> list[str]:
     """Rows are written to in each of WAYS, between two calls."""
     compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", shard=shard, stage=stage)
     plain, found = make("mlp"), []
@@ -284,13 +284,10 @@ def written_by(rank: int, shard: str | None, stage: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shard", "stage"), [("hfsdp", 3), ("hsdp", 2)])
-def test_writes_to_what_a_parameter_shows_are_noticed(threads: Threads, shard: str, stage: int) -> None:
-    assert threads.run(4, written_by, shard, stage) == [[]] * 4
-
-
-def exposed_by(rank: int, folder: str) -> list[str]:
+@on_threads(4)
+def test_who_only_reads_makes_nobody_compare(rank: int, tmp_path: Path) -> list[str]:
     """What makes ranks compare copies ever after, of what reads parameters and does not write to them."""
+    folder = str(tmp_path)
     compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", shard="hfsdp")
     optimizer, found = adamw(compiled), []
     compiled(*batch("mlp", rank, 0)).backward()
@@ -308,11 +305,6 @@ def exposed_by(rank: int, folder: str) -> list[str]:
         read()
         found += [name] if any(getattr(param, "zcompile_exposed", False) for param in compiled.parameters()) else []
     return found
-
-
-@pytest.mark.slow
-def test_who_only_reads_makes_nobody_compare(threads: Threads, tmp_path: Path) -> None:
-    assert threads.run(4, exposed_by, str(tmp_path)) == [[]] * 4
 
 
 def outgrown(rank: int) -> tuple[int, int, int]:
@@ -337,7 +329,10 @@ def test_a_step_frees_kept_secondary_shards_and_leaves_none_to_compare(threads: 
         assert left == comparisons == 0
 
 
-def written_by_state(rank: int, shard: str, stage: int) -> list[str]:
+@pytest.mark.slow
+@pytest.mark.parametrize(("shard", "stage"), [("hfsdp", 3), ("flat", 2)])
+@on_threads(4)
+def test_writes_to_what_state_dict_gives_are_noticed(rank: int, shard: str, stage: int) -> list[str]:
     """What `state_dict` gives is written to: by who lets it go at once, and by who holds it."""
     compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", shard=shard, stage=stage)
     plain, found, held = make("mlp"), [], compiled.state_dict()
@@ -349,12 +344,6 @@ def written_by_state(rank: int, shard: str, stage: int) -> list[str]:
             for value in state.values():
                 value.mul_(0.5)
     return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shard", "stage"), [("hfsdp", 3), ("flat", 2)])
-def test_writes_to_what_state_dict_gives_are_noticed(threads: Threads, shard: str, stage: int) -> None:
-    assert threads.run(4, written_by_state, shard, stage) == [[]] * 4
 
 
 def late(rank: int, shard: str) -> list[str]:
@@ -568,7 +557,10 @@ MISTAKES = {
 }
 
 
-def mistaken(rank: int, shard: str) -> list[str]:
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", HYBRIDS)
+@on_threads(2)
+def test_wrong_programs_are_refused_with_their_lines(rank: int, shard: str) -> list[str]:
     found = []
     for mistake, says in MISTAKES.items():
 
@@ -589,9 +581,3 @@ def mistaken(rank: int, shard: str) -> list[str]:
             said = "all went well"
         found += [] if says in said and "-->" in said else [f"{mistake.__name__}: {said}"]
     return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", HYBRIDS)
-def test_wrong_programs_are_refused_with_their_lines(threads: Threads, shard: str) -> None:
-    assert threads.run(2, mistaken, shard) == [[]] * 2

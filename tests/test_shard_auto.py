@@ -15,7 +15,7 @@ import zcompile
 from tests.cases import diagonal, quickly
 from tests.compare import differing, parameters
 from tests.models import MODELS, batch, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks
 from tests.test_hybrid import adamw, mesh_of, train
 from zcompile import AgreementError, OptionError
 from zcompile.cost.hardware import Hardware, Link
@@ -166,12 +166,9 @@ def test_the_backend_chooses_by_the_parameters_of_the_first_graph(ranks: Ranks) 
     assert f'shard="auto" is {found[0][0]!r}' in found[0][1]
 
 
-def on_one_dimension(rank: int) -> bool:
-    return zcompile.compile(make("mlp"), shard="auto", backend="eager").layout.replicated is None
-
-
-def test_a_mesh_of_one_dimension_leaves_nothing_to_choose(ranks: Ranks) -> None:
-    assert ranks.run(2, on_one_dimension) == [True, True]
+@on_ranks(2)
+def test_a_mesh_of_one_dimension_leaves_nothing_to_choose(rank: int) -> None:
+    assert zcompile.compile(make("mlp"), shard="auto", backend="eager").layout.replicated is None
 
 
 def some_ask(rank: int) -> str:
@@ -209,17 +206,14 @@ def test_ranks_that_ask_of_other_things_are_told_before_they_measure(ranks: Rank
     assert what in found[0]
 
 
-def in_few_bits_beside_owners(rank: int) -> str:
+@on_ranks(4)
+def test_gathers_in_few_bits_leave_nothing_to_choose_beside_owners(rank: int) -> None:
     options: dict[str, Any] = {"outer_gather_dtype": torch.bfloat16, "whole": ["layers.0.weight"]}
     with pytest.raises(OptionError) as raised:
         zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), shard="auto", **options)
-    return str(raised.value)
-
-
-def test_gathers_in_few_bits_leave_nothing_to_choose_beside_owners(ranks: Ranks) -> None:
-    for message in ranks.run(4, in_few_bits_beside_owners):
-        assert message.startswith('outer_gather_dtype: is for what "hfsdp" and "hpz" gather')
-        assert "give no whole=" in message
+    message = str(raised.value)
+    assert message.startswith('outer_gather_dtype: is for what "hfsdp" and "hpz" gather')
+    assert "give no whole=" in message
 
 
 def test_stage_0_divides_nothing() -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import zcompile
 from tests.cases import quickly
 from tests.models import batch, make
-from tests.ranks import AT_ONCE, Ranks
+from tests.ranks import AT_ONCE, Ranks, on_ranks
 from zcompile import StateError
 from zcompile.state import checkpoint
 from zcompile.torch_internals.distributed import close_connections, default_store, gloo_of
@@ -207,8 +207,11 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-def optimizers(rank: int, folder: str) -> list[str]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_state_of_optimizers(rank: int, tmp_path: Path) -> list[str]:
     """Names of optimizers that do not continue bit for bit in another stage, after steps and before any."""
+    folder = str(tmp_path)
     wrong = []
     models = {stage: compiled(make("mlp"), stage) for stage in (3, 2, 0)}
     start = values(models[3])
@@ -230,11 +233,9 @@ def optimizers(rank: int, folder: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_state_of_optimizers(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(2, optimizers, str(tmp_path)) == [[], []]
-
-
-def other_way_of_stepping(rank: int, folder: str) -> bool:
+@on_ranks(2)
+def test_options_come_from_the_checkpoint_but_not_how_a_step_is_computed(rank: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "c")
     model = compiled(make("mlp"), 0)
     optimizer = adamw(model, fused=True)
     optimizer.param_groups[0]["lr"] = 0.125
@@ -245,12 +246,9 @@ def other_way_of_stepping(rank: int, folder: str) -> bool:
     model.load_checkpoint(folder, optimizer)
     train(model, optimizer, "mlp", range(1, 2))
     group = optimizer.param_groups[0]
-    return group["lr"] == 0.125 and group["foreach"] and not group["fused"]
-
-
-@pytest.mark.slow
-def test_options_come_from_the_checkpoint_but_not_how_a_step_is_computed(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(2, other_way_of_stepping, str(tmp_path / "c")) == [True, True]
+    assert group["lr"] == 0.125
+    assert group["foreach"]
+    assert not group["fused"]
 
 
 def through_torch(rank: int, folder: str, stage: int) -> list[float]:
@@ -290,7 +288,11 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) -
     monkeypatch.setattr(checkpoint.Writer, "write_data", slow)
 
 
-def save_while_training(rank: int, folder: str, stage: int) -> list[bool]:
+@pytest.mark.slow
+@quickly("stage", [0, 2], [2])
+@on_ranks(2)
+def test_training_goes_on_while_the_values_of_the_save_are_written(rank: int, tmp_path: Path, stage: int) -> None:
+    folder = str(tmp_path / "c")
     model = compiled(make("mlp"), stage)
     optimizer = adamw(model)
     train(model, optimizer, "mlp", range(SAVED))
@@ -304,13 +306,7 @@ def save_while_training(rank: int, folder: str, stage: int) -> list[bool]:
         facts += [save.done(), save.result() == Path(folder)]
         assert model.load_checkpoint(folder, optimizer) == {"lr": 1}
     facts += [Path(f"{folder}-2").exists(), same(values(model), want)]
-    return [*facts, train(model, optimizer, "mlp", range(SAVED, SAVED + MORE)) == losses]
-
-
-@pytest.mark.slow
-@quickly("stage", [0, 2], [2])
-def test_training_goes_on_while_the_values_of_the_save_are_written(ranks: Ranks, tmp_path: Path, stage: int) -> None:
-    assert ranks.run(2, save_while_training, str(tmp_path / "c"), stage) == [[True] * 7] * 2
+    assert [*facts, train(model, optimizer, "mlp", range(SAVED, SAVED + MORE)) == losses] == [True] * 7
 
 
 def fail_while_training(rank: int, folder: str) -> list[str]:
@@ -376,14 +372,13 @@ def test_wrong_state_dicts_are_refused_on_every_rank(ranks: Ranks, stage: int) -
     assert one["no tensor"].startswith("layers.1.weight: is a list in the state dict")
 
 
-def not_strict(rank: int) -> tuple[list[str], list[str], bool]:
+@on_ranks(2)
+def test_names_may_be_left_out_when_not_strict(rank: int) -> None:
     model = compiled(make("mlp"), 3)
     keys = model.load_state_dict({"scale": torch.tensor(4.0), "more": torch.ones(1)}, strict=False)
-    return sorted(keys.missing_keys)[:1], keys.unexpected_keys, values(model)["scale"].item() == 4.0
-
-
-def test_names_may_be_left_out_when_not_strict(ranks: Ranks) -> None:
-    assert ranks.run(2, not_strict) == [(["layers.0.bias"], ["more"], True)] * 2
+    assert sorted(keys.missing_keys)[:1] == ["layers.0.bias"]
+    assert keys.unexpected_keys == ["more"]
+    assert values(model)["scale"].item() == 4.0
 
 
 def wrong_checkpoints(rank: int, folder: str) -> dict[str, str]:
@@ -483,7 +478,10 @@ def test_the_full_state_loads_into_the_plain_model(ranks: Ranks, tmp_path: Path,
     assert sorted(os.listdir(tmp_path)) == ["whole.pt", "whole.safetensors"]
 
 
-def take_whole(rank: int, kind: str, stage: int) -> list[bool]:
+@pytest.mark.slow
+@quickly("stage, kind", [(stage, kind) for stage in (0, 1, 3) for kind in ("mlp", "conv")], [(3, "mlp")], pairs=False)
+@on_ranks(3)
+def test_a_full_state_is_taken_by_every_rank_or_sent_by_the_first(rank: int, kind: str, stage: int) -> None:
     model, want = compiled(make(kind), stage), dict(make(kind, seed=8).state_dict())
     model(*part(kind, 0)) if stage < 3 else None  # stages 1 and 2 keep a copy, which must not be used again
     model.load_full_state_dict(want)
@@ -495,17 +493,14 @@ def take_whole(rank: int, kind: str, stage: int) -> list[bool]:
     facts.append(same(values(model), other))
     plain = make(kind, seed=9)
     loss = plain(*part(kind, 1))
-    return [*facts, torch.equal(model(*part(kind, 1)), loss)]
+    facts = [*facts, torch.equal(model(*part(kind, 1)), loss)]
+    assert facts == [True] * 4
 
 
 @pytest.mark.slow
-@quickly("stage, kind", [(stage, kind) for stage in (0, 1, 3) for kind in ("mlp", "conv")], [(3, "mlp")], pairs=False)
-def test_a_full_state_is_taken_by_every_rank_or_sent_by_the_first(ranks: Ranks, kind: str, stage: int) -> None:
-    for facts in ranks.run(3, take_whole, kind, stage):
-        assert facts == [True] * 4
-
-
-def kept_in_lower_precision(rank: int, folder: str) -> list[bool]:
+@on_ranks(2)
+def test_copies_in_lower_precision_follow_what_is_loaded(rank: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "c")
     facts = []
     for stage in (0, 1):
         model = zcompile.compile(make("mlp"), stage=stage, dtype=torch.bfloat16, backend="eager")
@@ -515,26 +510,17 @@ def kept_in_lower_precision(rank: int, folder: str) -> list[bool]:
         facts.append(model(*part("mlp", 0)).item() != before)
         model.load_checkpoint(folder)
         facts.append(model(*part("mlp", 0)).item() == before)
-    return facts
+    assert facts == [True] * 4
 
 
-@pytest.mark.slow
-def test_copies_in_lower_precision_follow_what_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(2, kept_in_lower_precision, str(tmp_path / "c")) == [[True] * 4] * 2
-
-
-def backward_after_load(rank: int, stage: int) -> bool:
+@quickly("stage", [0, 1, 3], [0])
+@on_ranks(2)
+def test_a_backward_over_values_from_before_a_load_is_refused(rank: int, stage: int) -> None:
     model = compiled(make("mlp"), stage)
     loss = model(*part("mlp", 0))
     model.load_full_state_dict(make("mlp", seed=1).state_dict())
     with pytest.raises(zcompile.BackwardError, match="parameters changed"):
         loss.backward()
-    return True
-
-
-@quickly("stage", [0, 1, 3], [0])
-def test_a_backward_over_values_from_before_a_load_is_refused(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, backward_after_load, stage) == [True, True]
 
 
 def without_safetensors(rank: int, folder: str) -> str:
@@ -569,8 +555,11 @@ def test_hugging_face_loads_the_file(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, hugging_face, str(tmp_path)) == [True, True]
 
 
-def broken_off(rank: int, folder: str, what: str) -> tuple[str, float]:
+@pytest.mark.parametrize("what", ["save", "load"])
+@on_ranks(3)
+def test_ranks_do_not_wait_for_one_whose_message_has_failed(rank: int, tmp_path: Path, what: str) -> None:
     """A message fails on rank 0, whose process goes on: as where another rank has died before it answered."""
+    folder = str(tmp_path / "c")
     model = zcompile.compile(make("mlp"), backend="eager")
     model.save_checkpoint(folder).result()
     broken = mock.patch.object(dcp, what, side_effect=RuntimeError("Connection closed by peer"))
@@ -578,17 +567,13 @@ def broken_off(rank: int, folder: str, what: str) -> tuple[str, float]:
     started = time.perf_counter()
     with broken if rank == 0 else contextlib.nullcontext(), pytest.raises(StateError) as error:
         act(folder)
-    return error.value.problem, time.perf_counter() - started
+    found, seconds = error.value.problem, time.perf_counter() - started
+    assert found.startswith("a rank failed or is gone: ")
+    assert seconds < AT_ONCE
 
 
-@pytest.mark.parametrize("what", ["save", "load"])
-def test_ranks_do_not_wait_for_one_whose_message_has_failed(ranks: Ranks, tmp_path: Path, what: str) -> None:
-    for found, seconds in ranks.run(3, broken_off, str(tmp_path / "c"), what):
-        assert found.startswith("a rank failed or is gone: ")
-        assert seconds < AT_ONCE
-
-
-def after_a_death(rank: int) -> None:
+@on_ranks(3)
+def test_hanging_up_reaches_ranks_beyond_one_that_has_died(rank: int) -> None:
     """Rank 1 is gone; rank 0 hangs up, which has to end the wait of rank 2 for rank 0."""
     group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=60), backend="gloo")
     dist.barrier(group)
@@ -603,10 +588,6 @@ def after_a_death(rank: int) -> None:
         with pytest.raises(RuntimeError):
             dist.recv(torch.empty(1), 0, group)
         default_store().set("released", "")
-
-
-def test_hanging_up_reaches_ranks_beyond_one_that_has_died(ranks: Ranks) -> None:
-    ranks.run(3, after_a_death)
 
 
 def write_slowly(rank: int, folder: str) -> float:

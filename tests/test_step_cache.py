@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import zcompile
 from tests.cases import quickly
 from tests.models import batch, fit, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks
 from zcompile.engine import engine
 from zcompile.engine.rewritten import CachedStep
 from zcompile.errors import OptionError
@@ -581,7 +581,15 @@ def test_the_backend_of_torch_compile_finds_its_steps(one: Callable[..., Any]) -
 # -- ranks that find different things ---------------------------------------------------------------------------------
 
 
-def one_finds(rank: int, folder: str, kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"prefetch": "auto"}, {"memory_limit": "1 GiB"}])
+@quickly("kind", ["mlp", "gpt"], ["mlp"], slow=())
+@on_ranks(3)
+def test_ranks_that_find_nothing_train_beside_one_that_does(
+    rank: int, kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+
     def once() -> tuple[list[bool], list[torch.Tensor]]:
         has, _, values = trained(make(kind), lambda step: batch(kind, rank, step), **options)
         return has, values
@@ -596,15 +604,6 @@ def one_finds(rank: int, folder: str, kind: str, options: dict[str, Any]) -> Non
     assert options.get("prefetch") == "auto" or mixed[0] == [rank == 0] * 2
     for one, other in zip(cold[1], mixed[1], strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"prefetch": "auto"}, {"memory_limit": "1 GiB"}])
-@quickly("kind", ["mlp", "gpt"], ["mlp"], slow=())
-def test_ranks_that_find_nothing_train_beside_one_that_does(
-    kind: str, options: dict[str, Any], ranks: Ranks, tmp_path: Path
-) -> None:
-    ranks.run(3, one_finds, str(tmp_path), kind, options)
 
 
 def fills(rank: int, folder: str) -> list[bool]:

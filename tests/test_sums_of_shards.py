@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.cases import quickly
-from tests.ranks import Ranks
-from tests.threads import Threads
+from tests.ranks import Ranks, on_ranks, on_threads
 
 NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda t: t.norm().item(),
@@ -79,7 +78,10 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 """What torch can only do where rows are divided evenly, or not at all."""
 
 
-def read(rank: int, stage: int) -> list[str]:
+@pytest.mark.slow
+@quickly("world, stage", [(world, stage) for world in (2, 3) for stage in range(4)], [(2, 3)], pairs=False)
+@on_threads()
+def test_numbers_of_shards_are_those_of_all_ranks(rank: int, world: int, stage: int) -> list[str]:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 2))
     compiled = zcompile.compile(copy.deepcopy(plain), stage=stage, backend="eager")
@@ -110,12 +112,6 @@ def read(rank: int, stage: int) -> list[str]:
     return found
 
 
-@pytest.mark.slow
-@quickly("world, stage", [(world, stage) for world in (2, 3) for stage in range(4)], [(2, 3)], pairs=False)
-def test_numbers_of_shards_are_those_of_all_ranks(threads: Threads, world: int, stage: int) -> None:
-    assert threads.run(world, read, stage) == [[]] * world
-
-
 def formatted(rank: int) -> tuple[str, float, bool]:
     torch.manual_seed(0)
     compiled = zcompile.compile(nn.Linear(7, 5), backend="eager")
@@ -131,7 +127,8 @@ def test_one_rank_may_print_a_clipped_norm(ranks: Ranks) -> None:
     assert (text, round(number, 3)) == ("12.649", 12.649)
 
 
-def views_written(rank: int) -> list[str]:
+@on_ranks(2)
+def test_writes_to_views_of_shards_are_made_or_refused(rank: int) -> list[str]:
     """Writes to views that plain tensors show, and shards do not."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.Linear(4, 3))
@@ -164,7 +161,3 @@ def views_written(rank: int) -> list[str]:
             if not torch.equal(ours.detach().full_tensor(), theirs.detach()):
                 wrong.append(f"{name}, {write}")
     return wrong
-
-
-def test_writes_to_views_of_shards_are_made_or_refused(ranks: Ranks) -> None:
-    assert ranks.run(2, views_written) == [[]] * 2

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 import zcompile
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks
 from zcompile import CaptureError, GroupError, ModelError, OptionError, ParameterError
 from zcompile.cost.forecast import Choice
 from zcompile.ir.operation import Phase
@@ -150,7 +150,10 @@ def test_training_equals_that_on_one_device(ranks: Ranks, data: int, model: int,
         assert max(found) < 2e-6
 
 
-def stages_apart(rank: int, stages: list[int]) -> list[str]:
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [[3], [1, 2]])
+@on_ranks(4)
+def test_every_stage_has_the_same_bits(rank: int, stages: list[int]) -> list[str]:
     """Bits of the parameters in each stage against those of stage 0; names of what differs."""
     dp, tp = meshes(2, 2)
     want = train(dp, tp, "everything", clip=False, stage=0).full_state_dict(rank0_only=False)
@@ -159,12 +162,6 @@ def stages_apart(rank: int, stages: list[int]) -> list[str]:
         got = train(dp, tp, "everything", clip=False, stage=stage).full_state_dict(rank0_only=False)
         differing += [f"stage {stage} {name}" for name in want if not torch.equal(got[name], want[name])]
     return differing
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [[3], [1, 2]])
-def test_every_stage_has_the_same_bits(ranks: Ranks, stages: list[int]) -> None:
-    assert ranks.run(4, stages_apart, stages) == [[]] * 4
 
 
 def planned(rank: int, choices: list[Choice]) -> list[tuple[str, str]]:
@@ -227,7 +224,9 @@ def test_what_cannot_be_planned_is_said(ranks: Ranks) -> None:
     assert "scale: is a buffer and a DTensor" in buffer
 
 
-def arguments(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_dtensors_on_meta_are_traced_as_those_with_memory(rank: int) -> None:
     """Programs of a model that takes a DTensor, with memory and on meta.
 
     Before torch 2.13 names are numbered otherwise the first time, in which DTensor computes layouts.
@@ -239,30 +238,22 @@ def arguments(rank: int) -> list[str]:
             model = parallelize_module(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)), tp, plan)
             x = DTensor.from_local(torch.ones(3, 6), tp, [Shard(0)], run_check=False)
         found.append(trace(model, (x,)).text(regions=True))
-    return found[1:]
+    real, meta = found[1:]
+    assert "f32[3, 6]" in real
+    assert real == meta
 
 
 @pytest.mark.slow
-def test_dtensors_on_meta_are_traced_as_those_with_memory(ranks: Ranks) -> None:
-    for real, meta in ranks.run(4, arguments):
-        assert "f32[3, 6]" in real
-        assert real == meta
-
-
-def chosen(rank: int) -> tuple[list[int], list[float]]:
+@on_ranks(4)
+def test_both_links_are_measured_where_the_schedule_is_chosen(rank: int) -> None:
     # torch remembers equal meshes, of groups that have ended, too: names of its own keep them apart.
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("measured_dp", "measured_tp"))
     compiled = build(mesh["measured_dp"], mesh["measured_tp"], "mlps", prefetch="auto")
     compiled(*tokens(0, mesh["measured_dp"].get_local_rank())).backward()
     links = compiled._engine.hardware.links
-    return [link.members for link in links], [link.bandwidth for link in links]
-
-
-@pytest.mark.slow
-def test_both_links_are_measured_where_the_schedule_is_chosen(ranks: Ranks) -> None:
-    for members, bandwidths in ranks.run(4, chosen):
-        assert members == [2, 0]
-        assert all(1e5 < bandwidth < 1e13 for bandwidth in bandwidths)
+    members, bandwidths = [link.members for link in links], [link.bandwidth for link in links]
+    assert members == [2, 0]
+    assert all(1e5 < bandwidth < 1e13 for bandwidth in bandwidths)
 
 
 @pytest.mark.slow
@@ -286,7 +277,9 @@ def test_a_plan_has_the_program_that_runs(ranks: Ranks, choice: Choice) -> None:
         assert all('"tp": "tensor 2"' in plan for plan, _ in found)
 
 
-def options_apart(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_checkpoints_and_arenas_have_the_same_bits(rank: int) -> list[str]:
     dp, tp = meshes(2, 2)
     want = train(dp, tp, "everything").full_state_dict(rank0_only=False)
     differing = []
@@ -297,24 +290,18 @@ def options_apart(rank: int) -> list[str]:
     return differing
 
 
-@pytest.mark.slow
-def test_checkpoints_and_arenas_have_the_same_bits(ranks: Ranks) -> None:
-    assert ranks.run(4, options_apart) == [[]] * 4
-
-
-def seeds_apart(rank: int) -> bool:
+@on_ranks(4)
+def test_the_first_ranks_values_count(rank: int) -> None:
     """The first data-parallel rank's values count; other ranks' may be others, and differ between them."""
     dp, tp = meshes(2, 2)
     model = parallelize_module(feed(0 if dp.get_local_rank() == 0 else 10 + rank), tp, EVERYTHING)
     full = zcompile.compile(model, mesh=dp, backend="eager").full_state_dict(rank0_only=False)
-    return all(torch.equal(full[name], value) for name, value in feed().state_dict().items())
+    assert all(torch.equal(full[name], value) for name, value in feed().state_dict().items())
 
 
-def test_the_first_ranks_values_count(ranks: Ranks) -> None:
-    assert ranks.run(4, seeds_apart) == [True] * 4
-
-
-def steps_apart(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_train_steps_and_micro_batches(rank: int) -> list[str]:
     """A train step, and micro-batches, against what they stand for."""
     dp, tp = meshes(2, 2)
     want = train(dp, tp, "everything", clip=False).full_state_dict(rank0_only=False)
@@ -342,11 +329,6 @@ def steps_apart(rank: int) -> list[str]:
             if not torch.allclose(one, other, atol=1e-7):
                 differing.append(f"stage {stage} {name}")
     return differing
-
-
-@pytest.mark.slow
-def test_train_steps_and_micro_batches(ranks: Ranks) -> None:
-    assert ranks.run(4, steps_apart) == [[]] * 4
 
 
 # -- activations in parts ---------------------------------------------------------------------------------------------
@@ -387,7 +369,9 @@ def test_activations_in_parts_give_the_same_bits(ranks: Ranks, tmp_path: Path, d
         assert kept == pytest.approx(whole / model, rel=0.001)
 
 
-def choosing(rank: int) -> list[bool]:
+@pytest.mark.nightly
+@on_ranks(4)
+def test_parts_go_with_schedules_that_are_chosen(rank: int) -> None:
     """Whether there are parts where a schedule is chosen from a program, with another size at the second call."""
     # Names of its own, as in `chosen`.
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("choosing_dp", "choosing_tp"))
@@ -400,12 +384,7 @@ def choosing(rank: int) -> list[bool]:
         for length in (64, 68):
             compiled(*tokens(0, dp.get_local_rank(), length=length)).backward()
         found += [bool(step.program.nodes(Group)) for step in compiled._engine.runtime.steps]
-    return found
-
-
-@pytest.mark.nightly
-def test_parts_go_with_schedules_that_are_chosen(ranks: Ranks) -> None:
-    assert ranks.run(4, choosing) == [[True] * 4] * 4
+    assert found == [True] * 4
 
 
 def limited(rank: int) -> list[str]:
@@ -448,7 +427,18 @@ def test_activations_in_parts_want_a_model_parallel_mesh() -> None:
 # -- DTensors in and out ----------------------------------------------------------------------------------------------
 
 
-def in_and_out(rank: int) -> list[float]:
+class Scored(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.model(x), y)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_dtensors_go_in_and_come_out(rank: int) -> None:
     """A model that takes and gives DTensors, its loss outside, and one with its loss inside; against the plain one."""
     dp, tp = meshes(1, 2)
 
@@ -475,22 +465,7 @@ def in_and_out(rank: int) -> list[float]:
             loss.backward()
         grads = [param.grad.full_tensor() for param in compiled.parameters()]
         differences += [float((g - p.grad).abs().max()) for g, p in zip(grads, model.parameters(), strict=True)]
-    return differences
-
-
-class Scored(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.model(x), y)
-
-
-@pytest.mark.slow
-def test_dtensors_go_in_and_come_out(ranks: Ranks) -> None:
-    for found in ranks.run(2, in_and_out):
-        assert max(found) < 1e-6
+    assert max(differences) < 1e-6
 
 
 # -- state ------------------------------------------------------------------------------------------------------------

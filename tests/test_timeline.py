@@ -16,8 +16,7 @@ from torch import nn
 import zcompile
 from tests.cases import quickly
 from tests.models import batch, fit, make
-from tests.ranks import Ranks
-from tests.threads import Threads
+from tests.ranks import Ranks, on_threads
 from zcompile.cost.timeline import Spent, Timeline
 from zcompile.runtime.recorder import MOST_RUNS, Line, Recorder, Track
 
@@ -153,7 +152,9 @@ class Broken(nn.Module):
         return self.second(x).sum()
 
 
-def split(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_threads(2)
+def test_a_split_model(rank: int) -> list[str]:
     warnings.simplefilter("ignore")
     compiled = zcompile.compile(Broken(), backend="eager")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
@@ -168,11 +169,6 @@ def split(rank: int) -> list[str]:
     traced = [event for event in timeline.trace_events() if event["ph"] == "X"]
     found += [] if timeline.nbytes and crossing(traced) == [] else ["messages"]
     return found
-
-
-@pytest.mark.slow
-def test_a_split_model(threads: Threads) -> None:
-    assert threads.run(2, split) == [[], []]
 
 
 def test_through_torch_compile() -> None:

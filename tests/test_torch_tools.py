@@ -18,13 +18,16 @@ from torch.profiler import ProfilerActivity, profile
 
 import zcompile
 from tests.models import batch, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks
 from zcompile.cost.line_calls import lines_of
 from zcompile.torch_internals.autograd import compiled_autograd
 from zcompile.torch_internals.dtensor import local_tensor
 
 
-def profiled(rank: int, stage: int) -> dict[str, tuple[int, int]]:
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_profile_names_the_lines_of_the_program(rank: int, stage: int) -> None:
     """How often a profile of a step has what it should not as often as the programs have it."""
     compiled = zcompile.compile(make("tied"), stage=stage, backend="eager")
     compiled(*batch("tied", rank, 0)).backward()
@@ -37,16 +40,19 @@ def profiled(rank: int, stage: int) -> dict[str, tuple[int, int]]:
         compiled(*batch("tied", rank, 1)).backward()
     names = [event.name for event in taken.events() if event.name.startswith("zcompile.")]
     found = Counter(re.sub(r"^(zcompile\.(?:forward|backward)) \w{12}$", r"\1", name) for name in names)
-    return {one: (found[one], wanted[one]) for one in found | wanted if found[one] != wanted[one]}
+    assert {one: (found[one], wanted[one]) for one in found | wanted if found[one] != wanted[one]} == {}
+
+
+def taken(compiled: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    compiled(*batch("gpt", rank, step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_profile_names_the_lines_of_the_program(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, profiled, stage) == [{}, {}]
-
-
-def tracked(rank: int, stage: int) -> dict[str, int]:
+@on_ranks(2)
+def test_memory_is_tracked_around_a_step(rank: int, stage: int) -> None:
     """What is tracked at the peak of steps, and the bytes of the shards; steps give what they give without it."""
     results = []
     for watch in (False, True):
@@ -61,26 +67,16 @@ def tracked(rank: int, stage: int) -> dict[str, int]:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     kinds = {str(getattr(kind, "value", kind)): value for kind, value in peak.items()}
-    return {**kinds, "shards": sum(shard.nbytes for shard in results[1])}
+    found = {**kinds, "shards": sum(shard.nbytes for shard in results[1])}
+    assert found["shards"] <= found["Parameter"] < 1.1 * found["shards"]
+    assert found["Optstate"] >= 2 * found["shards"]
+    assert found["Activation"] > 0
+    assert found["Total"] > found["Parameter"] + found["Optstate"] + found["Activation"]
 
 
-def taken(compiled: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    compiled(*batch("gpt", rank, step)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_memory_is_tracked_around_a_step(ranks: Ranks, stage: int) -> None:
-    for found in ranks.run(2, tracked, stage):
-        assert found["shards"] <= found["Parameter"] < 1.1 * found["shards"]
-        assert found["Optstate"] >= 2 * found["shards"]
-        assert found["Activation"] > 0
-        assert found["Total"] > found["Parameter"] + found["Optstate"] + found["Activation"]
-
-
-def transformed(rank: int, stage: int) -> list[str]:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_transforms_of_torch_work_on_full_parameters(rank: int, stage: int) -> None:
     """What transforms of torch.func say outside of unsharded(), and what they give otherwise inside."""
     torch.manual_seed(0)
     plain, given, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.ones(2, 4)
@@ -110,21 +106,18 @@ def transformed(rank: int, stage: int) -> list[str]:
         with compiled.unsharded():
             torch.testing.assert_close(use(given), use(plain))
     compiled(x).sum().backward()
-    return said
+    called, gradients, mapped, of_weight = said
+    assert re.match(r"ParameterError: weight: was replaced.*\n.*within compiled\.unsharded\(\)", called)
+    assert re.match(r"CaptureError: Linear: is called within a transform.*\n.*within compiled\.unsharded", gradients)
+    assert "ParameterError: weight: matmul reads this parameter outside of a program" in mapped
+    assert re.match("RuntimeError: .* got mixed torch.Tensor and DTensor", of_weight), "as docs/errors.md has it"
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_transforms_of_torch_work_on_full_parameters(ranks: Ranks, stage: int) -> None:
-    for called, gradients, mapped, of_weight in ranks.run(2, transformed, stage):
-        assert re.match(r"ParameterError: weight: was replaced.*\n.*within compiled\.unsharded\(\)", called)
-        assert re.match(
-            r"CaptureError: Linear: is called within a transform.*\n.*within compiled\.unsharded", gradients
-        )
-        assert "ParameterError: weight: matmul reads this parameter outside of a program" in mapped
-        assert re.match("RuntimeError: .* got mixed torch.Tensor and DTensor", of_weight), "as docs/errors.md has it"
-
-
-def under_compiled_autograd(rank: int, stage: int, compiler: str) -> str:
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["dynamo", "none"])
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_backward_under_compiled_autograd_is_refused(rank: int, stage: int, compiler: str) -> None:
     """What a backward under it says; those before and after are the usual ones."""
     compiled = zcompile.compile(make("mlp"), stage=stage, backend="eager")
     compiled(*batch("mlp", rank, 0)).backward()
@@ -138,15 +131,8 @@ def under_compiled_autograd(rank: int, stage: int, compiler: str) -> str:
     after = [local_tensor(p.grad) if stage else p.grad for p in compiled.parameters()]
     for one, other in zip(before, after, strict=True):
         torch.testing.assert_close(other, 2 * one)
-    return str(refused.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiler", ["dynamo", "none"])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_backward_under_compiled_autograd_is_refused(ranks: Ranks, stage: int, compiler: str) -> None:
-    for said in ranks.run(2, under_compiled_autograd, stage, compiler):
-        assert re.match("backward: runs under torch's compiled autograd.*\n.*call backward outside", said)
+    said = str(refused.value)
+    assert re.match("backward: runs under torch's compiled autograd.*\n.*call backward outside", said)
 
 
 X = torch.ones(3, 4)

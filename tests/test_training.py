@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zcompile
 from tests.cases import quickly
 from tests.models import batch, fit, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_threads
 from tests.threads import Threads
 from zcompile import Pass
 from zcompile.facts import UNITS_ASSIGNED
@@ -99,22 +99,18 @@ def compare_rounding(rank: int, kind: str, world: int) -> float:
 DEFER = Pass("defer_weights", partial(defer_weights, large=1), (UNITS_ASSIGNED,))
 
 
-def deferred(rank: int, stage: int) -> tuple[list[str], list[str]]:
-    """The units in the order in which they are reduced, and what differs from DDP after training."""
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@on_threads(2)
+def test_weights_that_are_computed_last_train_as_ddp(rank: int, stage: int) -> None:
     want = train_ddp(rank, "gpt", STEPS)
     got, _, _ = train(rank, "gpt", STEPS, stage=stage, backend="eager", passes={"defer_weights": DEFER})
     compiled = zcompile.compile(make("gpt"), stage=stage, backend="eager", passes={"defer_weights": DEFER})
     compiled(*batch("gpt", rank, 0)).backward()
     reductions = compiled._engine.runtime.steps[0].program.nodes(Reduce)
-    return [op_of(node, Reduce).unit for node in reductions], [n for n in want if not torch.equal(got[n], want[n])]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_weights_that_are_computed_last_train_as_ddp(threads: Threads, stage: int) -> None:
-    for order, differing in threads.run(2, deferred, stage):
-        assert order[-1].endswith("0"), "the first block's weights come after the embedding's"
-        assert not differing
+    last = op_of(reductions[-1], Reduce).unit
+    assert last.endswith("0"), "the first block's weights come after the embedding's"
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
 
 @pytest.mark.slow
@@ -139,16 +135,13 @@ class Shift(nn.Module):
         return torch.sin(x + self.shift).sum()
 
 
-def input_gradient(rank: int, stage: int) -> bool:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_threads(2)
+def test_the_gradient_of_an_input_is_this_ranks_own(rank: int, stage: int) -> None:
     compiled = zcompile.compile(Shift(), stage=stage, backend="eager")
     x = torch.full((4, 3), float(rank), requires_grad=True)
     compiled(x).backward()
-    return torch.equal(x.grad, torch.cos(x.detach()))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_the_gradient_of_an_input_is_this_ranks_own(threads: Threads, stage: int) -> None:
-    assert threads.run(2, input_gradient, stage) == [True, True]
+    assert torch.equal(x.grad, torch.cos(x.detach()))
 
 
 class Summed(nn.Module):
@@ -181,17 +174,14 @@ def test_a_gradient_that_is_one_number_expanded(threads: Threads, world: int, st
         assert threads.run(world, summed_twice, world, stage, bucket, held) == [True] * world
 
 
-def inference_first(rank: int) -> bool:
+@pytest.mark.slow
+@on_threads(2)
+def test_training_after_inference_mode_uses_what_it_kept(rank: int) -> None:
     compiled = zcompile.compile(make("gpt"), stage=1, backend="eager")
     with torch.inference_mode():
         compiled(*batch("gpt", rank, 0))
     compiled(*batch("gpt", rank, 0)).backward()
-    return all(p.grad is not None for p in compiled.parameters())
-
-
-@pytest.mark.slow
-def test_training_after_inference_mode_uses_what_it_kept(threads: Threads) -> None:
-    assert threads.run(2, inference_first) == [True, True]
+    assert all(p.grad is not None for p in compiled.parameters())
 
 
 @pytest.mark.slow

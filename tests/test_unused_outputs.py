@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.cases import quickly
+from tests.ranks import on_threads
 from tests.threads import Threads
 from zcompile import AgreementError
 from zcompile.torch_internals.dispatch import TorchDispatchMode
@@ -223,14 +224,11 @@ class Joined(Heads):
         return (first + second, third) if self.rank else (first, second, third)
 
 
-def uses_the_first(rank: int) -> str:
+@on_threads(2)
+def test_parameters_that_are_not_reached_alike_on_all_ranks_are_refused(rank: int) -> None:
+    """Which of them have a gradient is told by groups, and these ranks have others."""
     compiled = zcompile.compile(Joined(rank), stage=1, backend="eager")
     with pytest.raises(AgreementError) as refused:
         loss_of(compiled(given(rank, 0)), (0,)).backward()
-    return str(refused.value)
-
-
-def test_parameters_that_are_not_reached_alike_on_all_ranks_are_refused(threads: Threads) -> None:
-    """Which of them have a gradient is told by groups, and these ranks have others."""
-    for message in threads.run(2, uses_the_first):
-        assert "give gradients through other results on some ranks than on others" in message
+    message = str(refused.value)
+    assert "give gradients through other results on some ranks than on others" in message

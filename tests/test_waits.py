@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import zcompile
 from tests.cases import quickly
 from tests.models import batch, make
-from tests.ranks import AT_ONCE, Ranks
+from tests.ranks import AT_ONCE, Ranks, on_ranks
 from zcompile.runtime import stream_watch
 from zcompile.runtime.stream_watch import StreamWatch
 from zcompile.runtime.waits import Report, to_blame
@@ -192,28 +192,21 @@ def clips_late(rank: int) -> tuple[list[str], float]:
 
 
 @pytest.mark.slow
-def test_an_error_of_an_operation_on_gradients_is_left_as_it_is(ranks: Ranks) -> None:
-    for kind, message in ranks.run(2, misuses):
-        assert kind == "RuntimeError"
-        assert "rank" not in message
-
-
-def misuses(rank: int) -> tuple[str, str]:
+@on_ranks(2)
+def test_an_error_of_an_operation_on_gradients_is_left_as_it_is(rank: int) -> None:
     compiled = trained(rank)
     compiled(*batch("gpt", rank, 1)).backward()
     for parameter in compiled.parameters():
         parameter.grad *= float("inf")
     clip = torch.nn.utils.clip_grad_norm_
     kind, message, _ = failed(lambda: clip(compiled.parameters(), 1.0, error_if_nonfinite=True))
-    return kind, message
+    assert kind == "RuntimeError"
+    assert "rank" not in message
 
 
 @pytest.mark.slow
-def test_gradients_and_parameters_are_saved_as_plain_dtensors(ranks: Ranks) -> None:
-    assert ranks.run(2, pickled) == [True] * 2
-
-
-def pickled(rank: int) -> bool:
+@on_ranks(2)
+def test_gradients_and_parameters_are_saved_as_plain_dtensors(rank: int) -> None:
     compiled = trained(rank)
     compiled(*batch("gpt", rank, 1)).backward()
     gradients = [param.grad for param in compiled.parameters()]
@@ -223,7 +216,7 @@ def pickled(rank: int) -> bool:
     file.seek(0)
     back = torch.load(file)
     pairs = zip(back, held, strict=True)
-    return all(type(one) is DTensor and torch.equal(one.to_local(), kept.to_local()) for one, kept in pairs)
+    assert all(type(one) is DTensor and torch.equal(one.to_local(), kept.to_local()) for one, kept in pairs)
 
 
 def test_who_is_to_blame() -> None:

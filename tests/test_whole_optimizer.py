@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zcompile
 from tests.cases import quickly
 from tests.models import batch, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks
 from zcompile import OptimizerError, StateError
 
 State = dict[str, Any]
@@ -70,7 +70,10 @@ def by_ddp(name: str) -> tuple[nn.Module, torch.optim.Optimizer, State, list[flo
     return then[0], optimizer, then[1], train(wrapped, optimizer, range(2, 4))
 
 
-def there_and_back(rank: int, stage: int) -> list[str]:
+@pytest.mark.slow
+@quickly("stage, world", [(0, 2), (1, 2), (2, 3), (3, 2), (3, 3), (3, 1)], [(0, 2)], pairs=False)
+@on_ranks()
+def test_whole_state_of_ddp_goes_into_every_stage_and_comes_out_again(rank: int, stage: int, world: int) -> list[str]:
     wrong = []
     for name, make_optimizer in OPTIMIZERS.items():
         plain, _, want, losses = by_ddp(name)
@@ -91,13 +94,10 @@ def there_and_back(rank: int, stage: int) -> list[str]:
 
 
 @pytest.mark.slow
-@quickly("stage, world", [(0, 2), (1, 2), (2, 3), (3, 2), (3, 3), (3, 1)], [(0, 2)], pairs=False)
-def test_whole_state_of_ddp_goes_into_every_stage_and_comes_out_again(ranks: Ranks, stage: int, world: int) -> None:
-    assert ranks.run(world, there_and_back, stage) == [[]] * world
-
-
-def trained_by_stage(rank: int, path: str) -> bool:
+@on_ranks(2)
+def test_plain_training_goes_on_from_what_shards_saved(rank: int, tmp_path: Path) -> None:
     """Two steps of shards, saved for the plain model, which goes on as the shards do."""
+    path = str(tmp_path / "whole.pt")
     model = zcompile.compile(make("mlp"), stage=3, backend="eager")
     optimizer = adamw(model)
     train(model, optimizer, range(2))
@@ -111,12 +111,7 @@ def trained_by_stage(rank: int, path: str) -> bool:
     plain.load_state_dict(read["model"])
     plain_optimizer = adamw(plain)
     plain_optimizer.load_state_dict(read["optimizer"])
-    return train(DistributedDataParallel(plain), plain_optimizer, range(2, 4)) == want
-
-
-@pytest.mark.slow
-def test_plain_training_goes_on_from_what_shards_saved(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(2, trained_by_stage, str(tmp_path / "whole.pt")) == [True, True]
+    assert train(DistributedDataParallel(plain), plain_optimizer, range(2, 4)) == want
 
 
 class Rotating(torch.optim.Optimizer):
@@ -137,7 +132,13 @@ class Rotating(torch.optim.Optimizer):
             param.sub_(state["left"] @ state["mean"] + state["both"][0], alpha=0.01)
 
 
-def owned(rank: int) -> bool:
+def _flat(slots: State) -> list[Any]:
+    return [leaf for slot in sorted(slots) for leaf in (slots[slot] if slot == "both" else [slots[slot]])]
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_state_of_owned_parameters_is_whole_too(rank: int) -> None:
     """State of parameters that one rank each has."""
 
     def matrices(model: nn.Module) -> Rotating:
@@ -161,16 +162,8 @@ def owned(rank: int) -> bool:
     again = zcompile.compile(plain, stage=2, whole=["layers.*.weight"], backend="eager")
     optimizer = matrices(again)
     again.load_full_optimizer_state_dict(optimizer, got)
-    return same and train(again, optimizer, range(2, 4)) == losses
-
-
-def _flat(slots: State) -> list[Any]:
-    return [leaf for slot in sorted(slots) for leaf in (slots[slot] if slot == "both" else [slots[slot]])]
-
-
-@pytest.mark.slow
-def test_state_of_owned_parameters_is_whole_too(ranks: Ranks) -> None:
-    assert ranks.run(2, owned) == [True, True]
+    assert same
+    assert train(again, optimizer, range(2, 4)) == losses
 
 
 def refusals(rank: int) -> list[str]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import zcompile
 from tests.models import batch, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks
 from zcompile.runtime.shards import UnitShards
 
 
@@ -97,7 +97,9 @@ def test_a_write_of_one_rank_is_seen_by_all(ranks: Ranks) -> None:
     assert ranks.run(2, unseen_of_one_rank) == [False, False]
 
 
-def compared(rank: int) -> int:
+@pytest.mark.slow
+@on_ranks(2)
+def test_nothing_is_compared_where_nothing_was_written(rank: int) -> None:
     """How often copies are compared in two steps and evaluations behind them, and in a train step."""
     count = 0
 
@@ -122,12 +124,7 @@ def compared(rank: int) -> int:
             step(*batch("mlp", 0, number))
     finally:
         UnitShards.copies_differ = ordinary  # type: ignore[method-assign]
-    return count
-
-
-@pytest.mark.slow
-def test_nothing_is_compared_where_nothing_was_written(ranks: Ranks) -> None:
-    assert ranks.run(2, compared) == [0, 0]
+    assert count == 0
 
 
 def test_what_is_no_shard_is_refused() -> None:

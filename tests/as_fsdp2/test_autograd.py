@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.as_fsdp2.plain import Block, Net, average, beside, differing, gradients, numbers, pair, three
 from tests.cases import quickly
+from tests.ranks import on_threads
 from tests.threads import Threads
 
 # -- what a forward gives ---------------------------------------------------------------------------------------------
@@ -59,12 +60,6 @@ class Giving(nn.Module):
         return OUTPUTS[self.kind][0](x, torch.tanh(self.other(x)))
 
 
-def gives(rank: int, kind: str, stage: int) -> list[str]:
-    plain, compiled = pair(lambda: Giving(kind), stage=stage)
-    assert type(plain(numbers(rank, 0))) is type(compiled(numbers(rank, 0)))
-    return beside(plain, compiled, three(rank), lambda model, x: OUTPUTS[kind][1](model(x)), tolerance=1e-5)
-
-
 @pytest.mark.slow
 @quickly(
     "kind, world, stage",
@@ -72,8 +67,11 @@ def gives(rank: int, kind: str, stage: int) -> list[str]:
     [("nested", 2, 3)],
     pairs=False,
 )
-def test_a_backward_goes_through_outputs_of_every_form(threads: Threads, kind: str, world: int, stage: int) -> None:
-    assert threads.run(world, gives, kind, stage) == [[]] * world
+@on_threads()
+def test_a_backward_goes_through_outputs_of_every_form(rank: int, kind: str, world: int, stage: int) -> list[str]:
+    plain, compiled = pair(lambda: Giving(kind), stage=stage)
+    assert type(plain(numbers(rank, 0))) is type(compiled(numbers(rank, 0)))
+    return beside(plain, compiled, three(rank), lambda model, x: OUTPUTS[kind][1](model(x)), tolerance=1e-5)
 
 
 # -- what a forward takes ---------------------------------------------------------------------------------------------
@@ -94,17 +92,16 @@ def take(model: Any, x: torch.Tensor) -> torch.Tensor:
     return plainly + model(given, factor=3, mask=torch.ones(3)).mean()
 
 
-def takes(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_threads(2)
+def test_arguments_may_be_nested_variable_and_no_tensors(rank: int) -> list[str]:
     plain, compiled = pair(Taking)
     return beside(plain, compiled, three(rank), take)
 
 
 @pytest.mark.slow
-def test_arguments_may_be_nested_variable_and_no_tensors(threads: Threads) -> None:
-    assert threads.run(2, takes) == [[], []]
-
-
-def of_inputs(rank: int) -> list[str]:
+@on_threads(2)
+def test_gradients_of_inputs_are_the_ranks_own(rank: int) -> list[str]:
     plain, compiled = pair(Net)
     found = []
     inputs = [numbers(rank, 0).requires_grad_() for _ in range(2)]
@@ -114,11 +111,6 @@ def of_inputs(rank: int) -> list[str]:
     if not torch.allclose(inputs[0].grad, inputs[1].grad, atol=1e-6):
         found.append("the gradient of the input")
     return found + differing(gradients(compiled), gradients(plain), "gradient")
-
-
-@pytest.mark.slow
-def test_gradients_of_inputs_are_the_ranks_own(threads: Threads) -> None:
-    assert threads.run(2, of_inputs) == [[], []]
 
 
 # -- what of it a loss uses -------------------------------------------------------------------------------------------
@@ -139,7 +131,15 @@ class Heads(nn.Module):
         return [head(x) for head in self.heads]
 
 
-def uses(rank: int, which: str, skips: bool) -> list[str]:
+USES = [(which, skips) for which in ("one", "another on each rank", "another in each step") for skips in (False, True)]
+
+
+@pytest.mark.slow
+@quickly("which, skips", USES, [USES[3], USES[4]], pairs=False)
+@on_threads(3)
+def test_unused_outputs_and_modules_have_no_gradient_and_others_have_theirs(
+    rank: int, which: str, skips: bool
+) -> list[str]:
     def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
         heads = model(x)
         if which == "one":
@@ -151,17 +151,6 @@ def uses(rank: int, which: str, skips: bool) -> list[str]:
 
     plain, compiled = pair(lambda: Heads(skips))
     return beside(plain, compiled, three(rank), loss)
-
-
-USES = [(which, skips) for which in ("one", "another on each rank", "another in each step") for skips in (False, True)]
-
-
-@pytest.mark.slow
-@quickly("which, skips", USES, [USES[3], USES[4]], pairs=False)
-def test_unused_outputs_and_modules_have_no_gradient_and_others_have_theirs(
-    threads: Threads, which: str, skips: bool
-) -> None:
-    assert threads.run(3, uses, which, skips) == [[]] * 3
 
 
 # -- ways to run a backward -------------------------------------------------------------------------------------------
@@ -221,11 +210,6 @@ BACKWARDS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def backward(rank: int, way: str, model: str) -> list[str]:
-    plain, compiled = pair({"net": Net, "own": Own}[model])
-    return beside(plain, compiled, three(rank), BACKWARDS[way], tolerance=1e-5)
-
-
 @pytest.mark.slow
 @quickly(
     "way, model",
@@ -233,8 +217,10 @@ def backward(rank: int, way: str, model: str) -> list[str]:
     [("hooked", "net")],
     pairs=False,
 )
-def test_a_backward_may_be_run_in_every_way(threads: Threads, way: str, model: str) -> None:
-    assert threads.run(2, backward, way, model) == [[], []]
+@on_threads(2)
+def test_a_backward_may_be_run_in_every_way(rank: int, way: str, model: str) -> list[str]:
+    plain, compiled = pair({"net": Net, "own": Own}[model])
+    return beside(plain, compiled, three(rank), BACKWARDS[way], tolerance=1e-5)
 
 
 def penalised(rank: int) -> str:

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 import zcompile
 from tests.as_fsdp2.plain import Net, average, differing, full, gradients, mean_square, numbers, pair
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.ranks import on_ranks, on_threads
 from tests.threads import Threads
 
 
@@ -61,7 +61,9 @@ def test_gradients_are_clipped_by_the_norm_of_all_ranks(
     assert threads.run(world, clipped, norm_type, foreach, mesh, stage) == [[]] * world
 
 
-def in_parts(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_threads(2)
+def test_norms_may_be_taken_first_and_values_clipped(rank: int) -> list[str]:
     """The norm first, and clipping by a norm that is given; then by value."""
     plain, compiled = pair(Net)
     norms = []
@@ -78,11 +80,8 @@ def in_parts(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_norms_may_be_taken_first_and_values_clipped(threads: Threads) -> None:
-    assert threads.run(2, in_parts) == [[], []]
-
-
-def infinite(rank: int) -> list[str]:
+@on_threads(3)
+def test_a_norm_that_is_not_finite_is_an_error_on_every_rank(rank: int) -> list[str]:
     """A gradient that is infinite on one rank: an error on all of them, where it is asked for."""
     _, compiled = pair(Net)
     loss = mean_square(compiled, numbers(rank, 0))
@@ -95,11 +94,8 @@ def infinite(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_norm_that_is_not_finite_is_an_error_on_every_rank(threads: Threads) -> None:
-    assert threads.run(3, infinite) == [[]] * 3
-
-
-def beside_tensor_parallelism(rank: int) -> list[str]:
+@on_ranks(4)
+def test_the_norm_is_over_all_dimensions_of_a_mesh(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     plain = Net(width=6)
@@ -118,8 +114,3 @@ def beside_tensor_parallelism(rank: int) -> list[str]:
         norms.append(full(clip_grad_norm_(model.parameters(), 0.05)))
     found = [] if torch.allclose(*norms, rtol=1e-5) else [f"norms {norms}"]
     return found + differing(gradients(compiled), gradients(plain), "gradient")
-
-
-@pytest.mark.slow
-def test_the_norm_is_over_all_dimensions_of_a_mesh(ranks: Ranks) -> None:
-    assert ranks.run(4, beside_tensor_parallelism) == [[]] * 4

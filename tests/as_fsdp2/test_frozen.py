@@ -23,6 +23,7 @@ from tests.as_fsdp2.plain import (
     three,
 )
 from tests.cases import quickly
+from tests.ranks import on_threads
 from tests.threads import Threads
 
 
@@ -63,21 +64,21 @@ def twice(model: Any, x: torch.Tensor) -> torch.Tensor:
     return mean_square(model, x) + mean_square(model, x.flip(0) * 2)
 
 
-def frozen(rank: int, how: str, several: bool, stage: int) -> list[str]:
-    plain, compiled = pair(lambda: make(how), stage=stage)
-    return beside(plain, compiled, three(rank), twice if several else mean_square)
-
-
 CASES = [(how, several, stage) for how in FREEZE for several in (False, True) for stage in (3, 2)]
 
 
 @pytest.mark.slow
 @quickly("how, several, stage", CASES, CASES[2:3], pairs=False)
-def test_frozen_parameters_beside_trained_ones(threads: Threads, how: str, several: bool, stage: int) -> None:
-    assert threads.run(3, frozen, how, several, stage) == [[]] * 3
+@on_threads(3)
+def test_frozen_parameters_beside_trained_ones(rank: int, how: str, several: bool, stage: int) -> list[str]:
+    plain, compiled = pair(lambda: make(how), stage=stage)
+    return beside(plain, compiled, three(rank), twice if several else mean_square)
 
 
-def meanwhile(rank: int, stage: int) -> list[str]:
+@pytest.mark.slow
+@quickly("stage", [3, 2, 1, 0], [3])
+@on_threads(2)
+def test_parameters_may_be_frozen_and_freed_between_steps(rank: int, stage: int) -> list[str]:
     """Frozen and freed again between steps, by the parameters or by the module."""
     plain, compiled = pair(lambda: Net(blocks=4), stage=stage)
     optimizers = [adam(model) for model in (plain, compiled)]
@@ -98,12 +99,6 @@ def meanwhile(rank: int, stage: int) -> list[str]:
     return found
 
 
-@pytest.mark.slow
-@quickly("stage", [3, 2, 1, 0], [3])
-def test_parameters_may_be_frozen_and_freed_between_steps(threads: Threads, stage: int) -> None:
-    assert threads.run(2, meanwhile, stage) == [[], []]
-
-
 def lines(rank: int, how: str) -> list[str]:
     _, compiled = pair(lambda: make(how))
     mean_square(compiled, numbers(rank, 0)).backward()
@@ -119,7 +114,9 @@ def test_units_that_are_not_trained_are_not_reduced_nor_gathered_where_no_gradie
     assert "all_gather blocks.0" in through
 
 
-def evaluated(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_threads(2)
+def test_evaluation_between_steps_changes_nothing(rank: int) -> list[str]:
     """Under no_grad and inference_mode, between steps."""
     plain, compiled = pair(Net)
     found = beside(plain, compiled, three(rank))
@@ -129,8 +126,3 @@ def evaluated(rank: int) -> list[str]:
                 found.append(mode.__name__)
         found += beside(plain, compiled, three(rank))
     return found
-
-
-@pytest.mark.slow
-def test_evaluation_between_steps_changes_nothing(threads: Threads) -> None:
-    assert threads.run(2, evaluated) == [[], []]

@@ -25,11 +25,14 @@ from tests.as_fsdp2.plain import (
     three,
 )
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.ranks import on_ranks, on_threads
 from tests.threads import Threads
 
 
-def after_accumulation(rank: int, stage: int) -> list[str]:
+@pytest.mark.slow
+@quickly("stage", [3, 2, 1, 0], [3])
+@on_threads(3)
+def test_post_accumulate_hooks_run_once_per_backward_with_the_reduced_gradient(rank: int, stage: int) -> list[str]:
     """What hooks of a plain model with averaged gradients would see, and how often they run."""
     plain, compiled = pair(Net, stage=stage)
     seen: dict[str, list[torch.Tensor]] = {}
@@ -45,11 +48,8 @@ def after_accumulation(rank: int, stage: int) -> list[str]:
 
 @pytest.mark.slow
 @quickly("stage", [3, 2, 1, 0], [3])
-def test_post_accumulate_hooks_run_once_per_backward_with_the_reduced_gradient(threads: Threads, stage: int) -> None:
-    assert threads.run(3, after_accumulation, stage) == [[]] * 3
-
-
-def stepping(rank: int, stage: int) -> list[str]:
+@on_threads(2)
+def test_an_optimizer_may_step_in_the_backward(rank: int, stage: int) -> list[str]:
     """An optimizer for each parameter, which steps in its hook and lets the gradient go."""
     plain, compiled = pair(Net, stage=stage)
     usual = torch.optim.AdamW(plain.parameters(), lr=0.01)
@@ -71,12 +71,6 @@ def stepping(rank: int, stage: int) -> list[str]:
         found += [name for name, param in compiled.named_parameters() if param.grad is not None]
         found += differing(parameters(compiled), parameters(plain), f"step {number}")
     return found
-
-
-@pytest.mark.slow
-@quickly("stage", [3, 2, 1, 0], [3])
-def test_an_optimizer_may_step_in_the_backward(threads: Threads, stage: int) -> None:
-    assert threads.run(2, stepping, stage) == [[], []]
 
 
 def changing(rank: int, late: bool) -> list[str]:
@@ -114,7 +108,9 @@ def change_gradients(model: nn.Module) -> None:
         block.register_full_backward_pre_hook(lambda _, out: (out[0] * 0.7,))
 
 
-def changing_gradients(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_threads(2)
+def test_backward_hooks_of_modules_change_gradients(rank: int) -> list[str]:
     torch.manual_seed(0)
     plain = Net()
     change_gradients(plain)
@@ -123,11 +119,9 @@ def changing_gradients(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_backward_hooks_of_modules_change_gradients(threads: Threads) -> None:
-    assert threads.run(2, changing_gradients) == [[], []]
-
-
-def on_root(rank: int, kind: str) -> list[str]:
+@quickly("kind", ["forward", "pre", "backward"], ["backward"])
+@on_threads(2)
+def test_hooks_on_the_compiled_module_are_the_roots(rank: int, kind: str) -> list[str]:
     """A hook of the root that is put on the compiled module itself."""
     plain, compiled = pair(Net)
     seen: list[list[int]] = [[], []]
@@ -140,12 +134,6 @@ def on_root(rank: int, kind: str) -> list[str]:
             model.register_full_backward_hook(lambda _, into, out, notes=notes: notes.append(len(out)))
     found = beside(plain, compiled, three(rank))
     return found + ([] if seen[0] == seen[1] else [f"{seen}"])
-
-
-@pytest.mark.slow
-@quickly("kind", ["forward", "pre", "backward"], ["backward"])
-def test_hooks_on_the_compiled_module_are_the_roots(threads: Threads, kind: str) -> None:
-    assert threads.run(2, on_root, kind) == [[], []]
 
 
 def refused(rank: int) -> str:
@@ -166,7 +154,8 @@ def test_a_hook_on_a_full_gradient_is_refused_with_the_one_to_take(threads: Thre
         assert "register_post_accumulate_grad_hook" in message
 
 
-def noise(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_a_hook_may_change_the_reduced_gradient_in_place(rank: int) -> list[Any]:
     """In place of an all-reduce hook: what changes gradients after the reduction, in a hook on the shard."""
     plain, compiled = pair(Net)
     for param in compiled.parameters():
@@ -178,7 +167,3 @@ def noise(rank: int) -> list[Any]:
     for param in plain.parameters():
         param.grad.mul_(0.5)
     return differing(gradients(compiled), gradients(plain), "gradient")
-
-
-def test_a_hook_may_change_the_reduced_gradient_in_place(ranks: Ranks) -> None:
-    assert ranks.run(2, noise) == [[], []]

@@ -14,13 +14,22 @@ from torch.nn.parallel import DistributedDataParallel
 import zcompile
 from tests.as_fsdp2.plain import Net, adam, differing, gradients, mean_square, numbers, parameters
 from tests.cases import quickly
-from tests.ranks import Ranks
-from tests.threads import Threads
+from tests.ranks import on_ranks, on_threads
 
 IGNORED = ("first.weight", "blocks.1.up.weight", "blocks.1.up.bias")
 
 
-def ignores(rank: int, stage: int, options: dict[str, Any]) -> list[str]:
+CASES: list[tuple[int, dict[str, Any]]] = [
+    *((stage, {}) for stage in range(4)),
+    (3, {"checkpoint": "unit"}),
+    (3, {"units": ["blocks.*"], "prefetch": 0}),
+]
+
+
+@pytest.mark.slow
+@quickly("stage, options", CASES, [CASES[4]], pairs=False)
+@on_threads(3)
+def test_ignored_parameters_are_left_alone_as_by_ddp(rank: int, stage: int, options: dict[str, Any]) -> list[str]:
     """Against DistributedDataParallel that leaves out the same parameters, which differ between the ranks."""
     torch.manual_seed(0)
     plain = Net()
@@ -48,20 +57,8 @@ def ignores(rank: int, stage: int, options: dict[str, Any]) -> list[str]:
     return found
 
 
-CASES: list[tuple[int, dict[str, Any]]] = [
-    *((stage, {}) for stage in range(4)),
-    (3, {"checkpoint": "unit"}),
-    (3, {"units": ["blocks.*"], "prefetch": 0}),
-]
-
-
-@pytest.mark.slow
-@quickly("stage, options", CASES, [CASES[4]], pairs=False)
-def test_ignored_parameters_are_left_alone_as_by_ddp(threads: Threads, stage: int, options: dict[str, Any]) -> None:
-    assert threads.run(3, ignores, stage, options) == [[]] * 3
-
-
-def in_one_optimizer(rank: int) -> list[str]:
+@on_ranks(2)
+def test_shards_and_ignored_parameters_may_be_in_one_optimizer(rank: int) -> list[str]:
     """Beside shards in one optimizer, which steps both; and a unit of nothing but ignored parameters."""
     torch.manual_seed(0)
     plain = Net()
@@ -80,7 +77,3 @@ def in_one_optimizer(rank: int) -> list[str]:
             optimizer.zero_grad()
         found += differing(parameters(compiled), parameters(plain), f"step {step}")
     return found
-
-
-def test_shards_and_ignored_parameters_may_be_in_one_optimizer(ranks: Ranks) -> None:
-    assert ranks.run(2, in_one_optimizer) == [[], []]

@@ -27,14 +27,16 @@ from tests.as_fsdp2.plain import (
     three,
 )
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks, on_threads
 from tests.threads import Threads
 from zcompile import ModelError, OptionError, ParameterError
 
 # -- shards -----------------------------------------------------------------------------------------------------------
 
 
-def rows(rank: int) -> list[str]:
+@quickly("world", [2, 3], [3])
+@on_threads()
+def test_a_rank_has_the_rows_that_chunk_gives_it(rank: int, world: int) -> list[str]:
     """Each rank's part against `torch.chunk` of the plain parameter, the last ones of which may be empty."""
     plain, compiled = pair(Net)
     found = []
@@ -47,12 +49,9 @@ def rows(rank: int) -> list[str]:
     return found
 
 
-@quickly("world", [2, 3], [3])
-def test_a_rank_has_the_rows_that_chunk_gives_it(threads: Threads, world: int) -> None:
-    assert threads.run(world, rows) == [[]] * world
-
-
-def replicas(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_threads(4)
+def test_a_mesh_of_two_dimensions_repeats_shards_along_the_first(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     plain, compiled = pair(Net, mesh=mesh)
     found = []
@@ -62,11 +61,6 @@ def replicas(rank: int) -> list[str]:
         same = list(param.placements) == [Replicate(), Shard(0)] and torch.equal(param.to_local(), want)
         found += [] if same else [name]
     return found
-
-
-@pytest.mark.slow
-def test_a_mesh_of_two_dimensions_repeats_shards_along_the_first(threads: Threads) -> None:
-    assert threads.run(4, replicas) == [[]] * 4
 
 
 def values(rank: int, hybrid: bool) -> list[str]:
@@ -89,7 +83,9 @@ def test_all_ranks_start_from_the_first_ranks_values(threads: Threads, hybrid: b
     assert threads.run(world, values, hybrid) == [[]] * world
 
 
-def of_a_part(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_threads(4)
+def test_groups_of_ranks_train_models_of_their_own(rank: int) -> list[str]:
     """A mesh of some of the ranks: two models, trained by two ranks each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "dp"))["dp"]
     group = mesh.get_group()
@@ -100,11 +96,6 @@ def of_a_part(rank: int) -> list[str]:
         mean_square(model, numbers(rank, 0)).backward()
     average(plain, group)
     return differing(gradients(compiled), gradients(plain), "gradient")
-
-
-@pytest.mark.slow
-def test_groups_of_ranks_train_models_of_their_own(threads: Threads) -> None:
-    assert threads.run(4, of_a_part) == [[]] * 4
 
 
 # -- kinds of parameters ----------------------------------------------------------------------------------------------
@@ -126,14 +117,11 @@ class Mixed(nn.Module):
         return y + self.cube.sum((0, 1)) * self.phase.abs().sum()
 
 
-def mixed(rank: int) -> list[str]:
+@on_ranks(2)  # two, whose sum in bfloat16 has one order
+def test_parameters_of_several_dtypes_and_scalars_are_divided_together(rank: int) -> list[str]:
     plain, compiled = pair(Mixed)
     found = [n for n, p in compiled.named_parameters() if p.dtype != plain.get_parameter(n).dtype]
     return found + beside(plain, compiled, three(rank), tolerance=1e-5)
-
-
-def test_parameters_of_several_dtypes_and_scalars_are_divided_together(ranks: Ranks) -> None:
-    assert ranks.run(2, mixed) == [[], []]  # two, whose sum in bfloat16 has one order
 
 
 # -- on meta ----------------------------------------------------------------------------------------------------------
@@ -155,7 +143,9 @@ class Constant(nn.Module):
         return (x + self.table) @ self.weight.t() @ self.weight
 
 
-def on_meta(rank: int, way: str) -> list[str]:
+@quickly("way", ["code", "weights", "loaded", "sent"], ["code", "loaded"])
+@on_threads(3)
+def test_models_on_meta_get_values_from_their_code_or_from_a_state(rank: int, way: str) -> list[str]:
     """Values from the modules' own code, from a state of the plain model, and from one loaded later."""
     plain = nn.Sequential(*(Constant() for _ in range(3)))
     if way != "code":
@@ -173,11 +163,6 @@ def on_meta(rank: int, way: str) -> list[str]:
     found = differing(parameters(compiled), parameters(plain), "value", 0)
     found += differing(dict(compiled.named_buffers()), dict(plain.named_buffers()), "buffer", 0)
     return found + beside(plain, compiled, three(rank), tolerance=1e-4)
-
-
-@quickly("way", ["code", "weights", "loaded", "sent"], ["code", "loaded"])
-def test_models_on_meta_get_values_from_their_code_or_from_a_state(threads: Threads, way: str) -> None:
-    assert threads.run(3, on_meta, way) == [[]] * 3
 
 
 def test_a_model_on_meta_without_values_is_refused() -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zcompile
 from tests.as_fsdp2.plain import Block, Net, differing, full, numbers, parameters
 from tests.cases import quickly
+from tests.ranks import on_threads
 from tests.threads import Threads
 
 
@@ -145,7 +146,14 @@ class Normed(nn.Module):
 MODELS = {"net": Net, "normed": Normed}
 
 
-def trained(rank: int, kind: str, reduce_dtype: torch.dtype | None, micro: int) -> list[str]:
+CASES = [(kind, dtype, micro) for kind in MODELS for dtype in (None, torch.bfloat16) for micro in (1, 2)]
+
+
+@quickly("kind, reduce_dtype, micro", CASES, [("net", None, 1)], pairs=False)
+@on_threads(2)
+def test_numbers_are_those_of_cast_parameters_and_averages_in_the_dtype_of_the_reduction(
+    rank: int, kind: str, reduce_dtype: torch.dtype | None, micro: int
+) -> list[str]:
     torch.manual_seed(0)
     master = MODELS[kind]()
     compiled = zcompile.compile(copy.deepcopy(master), dtype=torch.bfloat16, reduce_dtype=reduce_dtype, backend="eager")
@@ -167,16 +175,6 @@ def trained(rank: int, kind: str, reduce_dtype: torch.dtype | None, micro: int) 
         found += differing(parameters(compiled), parameters(master), f"step {step}, parameter", 0)
         found += differing(dict(compiled.named_buffers()), dict(master.named_buffers()), f"step {step}, buffer", 0)
     return found
-
-
-CASES = [(kind, dtype, micro) for kind in MODELS for dtype in (None, torch.bfloat16) for micro in (1, 2)]
-
-
-@quickly("kind, reduce_dtype, micro", CASES, [("net", None, 1)], pairs=False)
-def test_numbers_are_those_of_cast_parameters_and_averages_in_the_dtype_of_the_reduction(
-    threads: Threads, kind: str, reduce_dtype: torch.dtype | None, micro: int
-) -> None:
-    assert threads.run(2, trained, kind, reduce_dtype, micro) == [[], []]
 
 
 @dataclasses.dataclass
@@ -235,7 +233,12 @@ def test_gathers_are_sent_in_the_low_dtype_and_averages_in_that_of_the_reduction
     assert all_low == whole // 2
 
 
-def of_a_low_model(rank: int, reduce_dtype: torch.dtype | None) -> list[str]:
+@pytest.mark.slow
+@quickly("reduce_dtype", [None, torch.float32], [torch.float32])
+@on_threads(2)
+def test_a_model_of_low_parameters_averages_in_the_dtype_of_the_reduction(
+    rank: int, reduce_dtype: torch.dtype | None
+) -> list[str]:
     """A model that is in bfloat16 itself, whose gradients are averaged in float32 or as they are."""
     torch.manual_seed(0)
     plain = Net().bfloat16()
@@ -247,14 +250,6 @@ def of_a_low_model(rank: int, reduce_dtype: torch.dtype | None) -> list[str]:
         want = averaged(plain.get_parameter(name).grad, reduce_dtype).bfloat16()
         found += [] if param.grad.dtype == torch.bfloat16 and torch.equal(full(param.grad), want) else [name]
     return found
-
-
-@pytest.mark.slow
-@quickly("reduce_dtype", [None, torch.float32], [torch.float32])
-def test_a_model_of_low_parameters_averages_in_the_dtype_of_the_reduction(
-    threads: Threads, reduce_dtype: torch.dtype | None
-) -> None:
-    assert threads.run(2, of_a_low_model, reduce_dtype) == [[], []]
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from tests.as_fsdp2.plain import (
     three,
 )
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks
 
 
 class Stateful(nn.Module):
@@ -64,7 +64,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     optimizer.zero_grad()
 
 
-def kinds(rank: int) -> list[str]:
+@on_ranks(3)
+def test_a_state_has_the_plain_models_names_and_the_memory_of_its_shards(rank: int) -> list[str]:
     """The names of the plain model, shards of this rank over the memory of its parameters, and plain buffers."""
     plain, compiled = pair(Stateful)
     state, want = compiled.state_dict(), plain.state_dict()
@@ -76,29 +77,6 @@ def kinds(rank: int) -> list[str]:
             found += [] if ours else [name]
         found += [] if not value.requires_grad and torch.equal(full(value), want[name]) else [f"{name} differs"]
     return found
-
-
-def test_a_state_has_the_plain_models_names_and_the_memory_of_its_shards(ranks: Ranks) -> None:
-    assert ranks.run(3, kinds) == [[]] * 3
-
-
-def round_trip(rank: int, way: str, folder: str) -> list[str]:
-    """What one model saves another one loads; then both train on alike."""
-    _, compiled = pair(Stateful)
-    optimizer = adam(compiled)
-    for number in range(2):
-        step(compiled, optimizer, numbers(rank, number))
-    torch.manual_seed(99)
-    other = zcompile.compile(Stateful(), backend="eager")
-    theirs = adam(other)
-    assert not torch.equal(full(other.scale), full(compiled.scale))
-    WAYS[way](compiled, optimizer, other, theirs, folder)
-    found = differing(parameters(other), parameters(compiled), "loaded", 0)
-    found += differing(dict(other.named_buffers()), dict(compiled.named_buffers()), "buffer", 0)
-    found += [n for n, p in other.named_parameters() if p.requires_grad != compiled.get_parameter(n).requires_grad]
-    for model, one in ((compiled, optimizer), (other, theirs)):
-        step(model, one, numbers(rank, 5))
-    return found + differing(parameters(other), parameters(compiled), "trained on", 0)
 
 
 def by_shards(one: Any, optimizer: Any, other: Any, theirs: Any, folder: str) -> None:
@@ -138,11 +116,31 @@ WAYS = {way.__name__: way for way in (by_shards, by_whole_tensors, by_checkpoint
 
 
 @quickly("way", list(WAYS), ["by_shards"])
-def test_what_is_saved_loads_and_trains_on_bit_for_bit(ranks: Ranks, tmp_path: Path, way: str) -> None:
-    assert ranks.run(2, round_trip, way, str(tmp_path / "saved")) == [[], []]
+@on_ranks(2)
+def test_what_is_saved_loads_and_trains_on_bit_for_bit(rank: int, tmp_path: Path, way: str) -> list[str]:
+    """What one model saves another one loads; then both train on alike."""
+    folder = str(tmp_path / "saved")
+    _, compiled = pair(Stateful)
+    optimizer = adam(compiled)
+    for number in range(2):
+        step(compiled, optimizer, numbers(rank, number))
+    torch.manual_seed(99)
+    other = zcompile.compile(Stateful(), backend="eager")
+    theirs = adam(other)
+    assert not torch.equal(full(other.scale), full(compiled.scale))
+    WAYS[way](compiled, optimizer, other, theirs, folder)
+    found = differing(parameters(other), parameters(compiled), "loaded", 0)
+    found += differing(dict(other.named_buffers()), dict(compiled.named_buffers()), "buffer", 0)
+    found += [n for n, p in other.named_parameters() if p.requires_grad != compiled.get_parameter(n).requires_grad]
+    for model, one in ((compiled, optimizer), (other, theirs)):
+        step(model, one, numbers(rank, 5))
+    return found + differing(parameters(other), parameters(compiled), "trained on", 0)
 
 
-def into_plain(rank: int, by: str) -> list[str]:
+@pytest.mark.slow
+@quickly("by", ["ours", "torch"], ["torch"])
+@on_ranks(2)
+def test_a_whole_state_loads_into_the_plain_model(rank: int, by: str) -> list[str]:
     """A whole state, by zcompile's method and by torch's function, loads strictly into the plain model."""
     plain, compiled = pair(Stateful)
     optimizer = adam(compiled)
@@ -159,13 +157,9 @@ def into_plain(rank: int, by: str) -> list[str]:
     return differing(parameters(plain), want, "loaded", 0)
 
 
-@pytest.mark.slow
 @quickly("by", ["ours", "torch"], ["torch"])
-def test_a_whole_state_loads_into_the_plain_model(ranks: Ranks, by: str) -> None:
-    assert ranks.run(2, into_plain, by) == [[], []]
-
-
-def from_first(rank: int, by: str) -> list[str]:
+@on_ranks(3)
+def test_the_first_rank_may_send_a_whole_state(rank: int, by: str) -> list[str]:
     """The plain model's state lies on the first rank alone, as one that was read from a file there does."""
     torch.manual_seed(5)
     plain = Stateful()
@@ -178,11 +172,6 @@ def from_first(rank: int, by: str) -> list[str]:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(compiled, state, options=options)
     return differing(parameters(compiled), parameters(plain), "loaded", 0)
-
-
-@quickly("by", ["ours", "torch"], ["torch"])
-def test_the_first_rank_may_send_a_whole_state(ranks: Ranks, by: str) -> None:
-    assert ranks.run(3, from_first, by) == [[]] * 3
 
 
 def across(rank: int, folder: str, save: bool, hybrid: bool) -> list[str]:
@@ -212,7 +201,8 @@ def test_a_checkpoint_loads_in_another_world(ranks: Ranks, tmp_path: Path, savin
         assert ranks.run(world, across, str(tmp_path / "saved"), save, "x" in how) == [[]] * world
 
 
-def mistaken(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(rank: int) -> list[str]:
     """What each wrong state says; values are as before."""
     _, compiled = pair(Net)
     before, found = parameters(compiled), []
@@ -229,11 +219,9 @@ def mistaken(rank: int) -> list[str]:
     return found + differing(parameters(compiled), before, "value", 0)
 
 
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(ranks: Ranks) -> None:
-    assert ranks.run(2, mistaken) == [[], []]
-
-
-def in_training(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_state_may_be_taken_and_loaded_between_steps(rank: int) -> list[str]:
     """A state that is taken in the middle of training is that of the step, and taking it changes nothing."""
     plain, compiled = pair(Net)
     found = []
@@ -243,8 +231,3 @@ def in_training(rank: int) -> list[str]:
         found += differing(state, dict(plain.state_dict()), f"step {number}, state")
         compiled.load_state_dict(compiled.state_dict())
     return found + beside(plain, compiled, three(rank))
-
-
-@pytest.mark.slow
-def test_a_state_may_be_taken_and_loaded_between_steps(ranks: Ranks) -> None:
-    assert ranks.run(2, in_training) == [[], []]

@@ -31,7 +31,7 @@ from tests.as_fsdp2.plain import (
     three,
 )
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.ranks import on_ranks, on_threads
 from tests.threads import Threads
 
 # -- models of which each trains as the plain one ---------------------------------------------------------------------
@@ -123,11 +123,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def trained(rank: int, kind: str, options: dict[str, Any]) -> list[str]:
-    plain, compiled = pair(MODELS[kind], **options)
-    return beside(plain, compiled, three(rank))
-
-
 CASES = [
     (kind, world, {"stage": stage, "prefetch": prefetch})
     for kind in MODELS
@@ -137,10 +132,12 @@ CASES = [
 
 
 @quickly("kind, world, options", CASES, CASES[:1], pairs=False)
+@on_threads()
 def test_gradients_and_parameters_are_those_of_plain_pytorch(
-    threads: Threads, kind: str, world: int, options: dict[str, Any]
-) -> None:
-    assert threads.run(world, trained, kind, options) == [[]] * world
+    rank: int, kind: str, world: int, options: dict[str, Any]
+) -> list[str]:
+    plain, compiled = pair(MODELS[kind], **options)
+    return beside(plain, compiled, three(rank))
 
 
 UNITS: dict[str, Any] = {
@@ -150,11 +147,6 @@ UNITS: dict[str, Any] = {
 }
 
 
-def divided(rank: int, units: str, checkpoint: str | None) -> list[str]:
-    plain, compiled = pair(Net, units=UNITS[units], checkpoint=checkpoint)
-    return beside(plain, compiled, three(rank))
-
-
 @pytest.mark.slow
 @quickly(
     "units, checkpoint",
@@ -162,10 +154,12 @@ def divided(rank: int, units: str, checkpoint: str | None) -> list[str]:
     [("one", "unit"), ("each layer", None)],
     pairs=False,
 )
+@on_threads(2)
 def test_how_modules_are_grouped_and_what_is_recomputed_changes_no_number(
-    threads: Threads, units: str, checkpoint: str | None
-) -> None:
-    assert threads.run(2, divided, units, checkpoint) == [[], []]
+    rank: int, units: str, checkpoint: str | None
+) -> list[str]:
+    plain, compiled = pair(Net, units=UNITS[units], checkpoint=checkpoint)
+    return beside(plain, compiled, three(rank))
 
 
 # -- ways to call -----------------------------------------------------------------------------------------------------
@@ -203,29 +197,25 @@ def block_then_all(model: Any, x: torch.Tensor) -> torch.Tensor:
 CALLS = {call.__name__: call for call in (twice, fed_back, evaluated_between, one_block, block_then_all)}
 
 
-def called(rank: int, way: str) -> list[str]:
+@pytest.mark.slow
+@quickly("way", list(CALLS), ["twice", "block_then_all"])
+@on_threads(2)
+def test_calls_before_a_backward_may_be_several_and_not_of_the_root(rank: int, way: str) -> list[str]:
     plain, compiled = pair(Net)
     return beside(plain, compiled, three(rank), CALLS[way])
 
 
 @pytest.mark.slow
-@quickly("way", list(CALLS), ["twice", "block_then_all"])
-def test_calls_before_a_backward_may_be_several_and_not_of_the_root(threads: Threads, way: str) -> None:
-    assert threads.run(2, called, way) == [[], []]
-
-
-def of_other_sizes(rank: int) -> list[str]:
+@on_threads(3)
+def test_batches_of_the_ranks_may_have_other_sizes(rank: int) -> list[str]:
     plain, compiled = pair(Net)
     sizes = [(4, 4, 4), (3, 5, 2), (1, 7, 4)]
     return beside(plain, compiled, [numbers(rank, step, size[rank], 7) for step, size in enumerate(sizes)])
 
 
 @pytest.mark.slow
-def test_batches_of_the_ranks_may_have_other_sizes(threads: Threads) -> None:
-    assert threads.run(3, of_other_sizes) == [[]] * 3
-
-
-def interleaved(rank: int) -> list[str]:
+@on_threads(2)
+def test_backwards_may_come_in_another_order_than_forwards(rank: int) -> list[str]:
     """Backwards in another order than their forwards, as schedules of pipelines have it."""
     plain, compiled = pair(Net)
     for model in (plain, compiled):
@@ -234,11 +224,6 @@ def interleaved(rank: int) -> list[str]:
             losses[index].backward()
     average(plain)
     return differing(gradients(compiled), gradients(plain), "gradient")
-
-
-@pytest.mark.slow
-def test_backwards_may_come_in_another_order_than_forwards(threads: Threads) -> None:
-    assert threads.run(2, interleaved) == [[], []]
 
 
 class Named(Net):
@@ -253,14 +238,11 @@ def by_methods(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.decode(model.encode(x)).square().mean()
 
 
-def through_methods(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_threads(2)
+def test_methods_other_than_forward_need_no_registration(rank: int) -> list[str]:
     plain, compiled = pair(Named)
     return beside(plain, compiled, three(rank), by_methods)
-
-
-@pytest.mark.slow
-def test_methods_other_than_forward_need_no_registration(threads: Threads) -> None:
-    assert threads.run(2, through_methods) == [[], []]
 
 
 # -- accumulation -----------------------------------------------------------------------------------------------------
@@ -271,7 +253,13 @@ def held_back(model: Any, wanted: bool) -> None:
     model.require_backward_grad_sync = not wanted
 
 
-def accumulated(rank: int, stage: int, way: str) -> list[str]:
+WAYS = [(stage, way) for stage in (3, 2) for way in ("sharded", "full", "flag")]
+
+
+@pytest.mark.slow
+@quickly("stage, way", WAYS, [(3, "sharded"), (2, "full"), (3, "flag")], slow=())
+@on_threads(3)
+def test_gradients_accumulate_with_and_without_synchronisation(rank: int, stage: int, way: str) -> list[str]:
     """Micro-batches, all but the last without synchronisation, against DistributedDataParallel."""
     plain, compiled = pair(Net, stage=stage)
     ddp = DistributedDataParallel(copy.deepcopy(plain))
@@ -293,16 +281,9 @@ def accumulated(rank: int, stage: int, way: str) -> list[str]:
     return differing(gradients(compiled), gradients(ddp.module), "gradient")
 
 
-WAYS = [(stage, way) for stage in (3, 2) for way in ("sharded", "full", "flag")]
-
-
 @pytest.mark.slow
-@quickly("stage, way", WAYS, [(3, "sharded"), (2, "full"), (3, "flag")], slow=())
-def test_gradients_accumulate_with_and_without_synchronisation(threads: Threads, stage: int, way: str) -> None:
-    assert threads.run(3, accumulated, stage, way) == [[]] * 3
-
-
-def one_more_micro_batch(rank: int) -> list[str]:
+@on_threads(3)
+def test_ranks_may_differ_in_micro_batches_where_these_send_nothing(rank: int) -> list[str]:
     """The first rank has a micro-batch more than the others before the one that synchronises."""
     plain, compiled = pair(Net, stage=0)
     for micro in range(2 if rank == 0 else 1):
@@ -315,18 +296,7 @@ def one_more_micro_batch(rank: int) -> list[str]:
     return differing(gradients(compiled), gradients(plain), "gradient")
 
 
-@pytest.mark.slow
-def test_ranks_may_differ_in_micro_batches_where_these_send_nothing(threads: Threads) -> None:
-    assert threads.run(3, one_more_micro_batch) == [[]] * 3
-
-
 # -- meshes -----------------------------------------------------------------------------------------------------------
-
-
-def hybrid(rank: int, shard: str, stage: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    plain, compiled = pair(Net, mesh=mesh, shard=shard, stage=stage)
-    return beside(plain, compiled, three(rank))
 
 
 HYBRIDS = [(shard, stage) for shard in ("hsdp", "hfsdp", "hpz", "flat") for stage in (3, 2)]
@@ -334,11 +304,16 @@ HYBRIDS = [(shard, stage) for shard in ("hsdp", "hfsdp", "hpz", "flat") for stag
 
 @pytest.mark.slow
 @quickly("shard, stage", HYBRIDS, [("hsdp", 3)], pairs=False)
-def test_a_mesh_that_replicates_and_shards_averages_over_both(threads: Threads, shard: str, stage: int) -> None:
-    assert threads.run(4, hybrid, shard, stage) == [[]] * 4
+@on_threads(4)
+def test_a_mesh_that_replicates_and_shards_averages_over_both(rank: int, shard: str, stage: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain, compiled = pair(Net, mesh=mesh, shard=shard, stage=stage)
+    return beside(plain, compiled, three(rank))
 
 
-def beside_tensor_parallelism(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_mesh_of_data_and_tensor_parallelism_trains_as_the_plain_model(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
     torch.manual_seed(0)
@@ -362,24 +337,17 @@ def beside_tensor_parallelism(rank: int) -> list[str]:
     return found + differing(parameters(compiled), parameters(plain), "parameter")
 
 
-@pytest.mark.slow
-def test_a_mesh_of_data_and_tensor_parallelism_trains_as_the_plain_model(ranks: Ranks) -> None:
-    assert ranks.run(4, beside_tensor_parallelism) == [[]] * 4
-
-
 # -- what is sent, and what is there outside of calls -----------------------------------------------------------------
 
 
-def alone(rank: int) -> tuple[list[str], int]:
+@on_threads(1)
+def test_a_world_of_one_sends_nothing(rank: int) -> None:
     plain, compiled = pair(Net)
-    return beside(plain, compiled, three(rank)), compiled.traffic.payload
+    assert (beside(plain, compiled, three(rank)), compiled.traffic.payload) == ([], 0)
 
 
-def test_a_world_of_one_sends_nothing(threads: Threads) -> None:
-    assert threads.run(1, alone) == [([], 0)]
-
-
-def registered(rank: int) -> list[str]:
+@on_threads(2)
+def test_parameters_are_the_same_shards_outside_of_every_call(rank: int) -> list[str]:
     """Kinds of the parameters after each part of a step."""
     _, compiled = pair(Net)
     before = list(compiled.parameters())
@@ -401,11 +369,9 @@ def registered(rank: int) -> list[str]:
     return found
 
 
-def test_parameters_are_the_same_shards_outside_of_every_call(threads: Threads) -> None:
-    assert threads.run(2, registered) == [[], []]
-
-
-def unsharded(rank: int) -> list[str]:
+@pytest.mark.slow
+@on_threads(2)
+def test_unsharding_and_sharding_again_changes_nothing(rank: int) -> list[str]:
     """Full parameters for a while: they are the plain model's, nothing is sent inside, and training goes on."""
     plain, compiled = pair(Net)
     found = beside(plain, compiled, three(rank))
@@ -418,11 +384,6 @@ def unsharded(rank: int) -> list[str]:
             compiled(numbers(rank, 7))
         found += [] if compiled.traffic.payload == before else ["sent"]
     return found + beside(plain, compiled, three(rank))
-
-
-@pytest.mark.slow
-def test_unsharding_and_sharding_again_changes_nothing(threads: Threads) -> None:
-    assert threads.run(2, unsharded) == [[], []]
 
 
 def overlapping(rank: int) -> tuple[list[str], list[str]]:
