@@ -337,8 +337,8 @@ def test_weights_of_every_dtype_are_read_from_safetensors(tmp_path: Path) -> Non
     weights = open_weights(tmp_path)
     for name, wanted in values.items():
         found = weights.read(name)
-        assert weights.dtypes[name] == wanted.dtype
-        assert (found.dtype, found.shape, weights.shapes[name]) == (wanted.dtype, wanted.shape, tuple(wanted.shape))
+        assert weights.kinds[name].dtype == wanted.dtype
+        assert (found.dtype, found.shape, weights.kinds[name].shape) == (wanted.dtype, wanted.shape, wanted.shape)
         assert found.tolist() == wanted.tolist()
 
 

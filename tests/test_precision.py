@@ -16,7 +16,7 @@ from tests.compare import full
 from tests.models import GPT, batch, make
 from tests.ranks import on_threads
 from tests.threads import Threads
-from zcompile.model.own_dtype import OwnDtype
+from zcompile.model.conversion import OwnDtype
 
 # -- the program ------------------------------------------------------------------------------------------------------
 

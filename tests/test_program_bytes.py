@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from zcompile.frontend.program_bytes import NotStorableError, dumped, loaded
+from zcompile.frontend.step_cache import NotStorableError, dumped, loaded
 from zcompile.torch_internals.sizes import FakeTensorMode
 
 

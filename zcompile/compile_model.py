@@ -19,8 +19,8 @@ from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import check_optimizers, point_at_shards
 from zcompile.engine.sharding_plan import Parts, ShardingPlan
 from zcompile.errors import OptionError, briefly
+from zcompile.model.conversion import compute_in_own_dtype
 from zcompile.model.materialise import check_weights
-from zcompile.model.own_dtype import compute_in_own_dtype
 from zcompile.model.sharding import shard_model
 from zcompile.model.units import UnitChoice
 from zcompile.model.weights import Source, Weights, open_weights

@@ -24,8 +24,7 @@ from zcompile.engine.sharding_plan import ignored_names, model_lines
 from zcompile.errors import ModelError, ParameterError, StateError
 from zcompile.ir.layout import Layout
 from zcompile.ir.program import Program
-from zcompile.model.conversion import check_unhooked, convert, copy_model, kinds_made
-from zcompile.model.own_dtype import OwnDtype
+from zcompile.model.conversion import OwnDtype, check_unhooked, convert, copy_model, kinds_made
 from zcompile.model.sharding import Retired, Site
 from zcompile.model.units import AUTOCAST, converted
 from zcompile.runtime.async_work import TrafficMeter

@@ -31,14 +31,13 @@ from zcompile.engine.reports import Reported, Reports
 from zcompile.engine.sharding_plan import choose_shard, data_ranks
 from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterError, nearest
 from zcompile.frontend.capture import Names
+from zcompile.frontend.graph_edits import varying_floats
 from zcompile.frontend.links import linked
-from zcompile.frontend.python_numbers import varying_floats
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
 from zcompile.ir.spelling import identifier
 from zcompile.model.graph_parameter import give_to_graphs
-from zcompile.model.sharding import placeholder_of
-from zcompile.model.tensor_kinds import check_kind
+from zcompile.model.sharding import check_kind, placeholder_of
 from zcompile.model.units import blocks_of_names, make_units
 from zcompile.runtime.agreement import Agreement, propagate_failure
 from zcompile.runtime.gradients.delivery import Refusal
@@ -58,7 +57,7 @@ from zcompile.schedule.pipeline import Pass, Pipeline
 from zcompile.torch_internals.aot_autograd import path_of_input
 from zcompile.torch_internals.dispatch import no_torch_function
 from zcompile.torch_internals.dynamo import (
-    around_compiling,
+    AroundCompiling,
     compile_plainly,
     modules_given_to,
     retracing,
@@ -233,17 +232,18 @@ class Backend(Reported):
             if (backend := weak()) is not None:
                 backend._stepping = None
 
-        def hide() -> None:
+        def hide(*_: object) -> None:
             if (backend := weak()) is not None:
                 backend._hide_gradients()
 
-        def show() -> None:
+        def show(*_: object) -> None:
             if (backend := weak()) is not None:
                 backend._show_gradients()
 
         weakref.finalize(self, register_optimizer_step_pre_hook(before).remove)
         weakref.finalize(self, register_optimizer_step_post_hook(after).remove)
-        self._around_compiling = around_compiling(hide, show)
+        self._around_compiling = AroundCompiling(hide, show)
+        self._around_compiling.ensure()
         weakref.finalize(self, self._around_compiling.remove)
 
     def _shard(self, engine: Engine, fresh: Mapping[str, nn.Parameter], kept: Set[str]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zcompile.frontend.gradient_flow import Flows
-from zcompile.frontend.program_bytes import NotStorableError, dumped, loaded
+from zcompile.frontend.step_cache import NotStorableError, dumped, loaded
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import Input, Kind, Parameter
 from zcompile.ir.program import Program

@@ -16,7 +16,7 @@ from zcompile.engine.calibration import measure
 from zcompile.engine.model_runtime import ModelRanks
 from zcompile.errors import ModelError, OptionError
 from zcompile.ir.layout import STAGES, Hybrid, Layout
-from zcompile.model.tensor_kinds import check_kinds
+from zcompile.model.sharding import check_kinds
 from zcompile.model.tensor_parallel import model_parallel
 from zcompile.model.units import UnitChoice, make_layout, match_called
 from zcompile.runtime.agreement import Agreement

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import operator
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +21,8 @@ import torch
 from torch import fx
 
 from zcompile.errors import CaptureError
+from zcompile.frontend.graph_edits import give_floats_as_tensors, make_dense, written_out
 from zcompile.frontend.links import without_placeholders
-from zcompile.frontend.nested_graphs import written_out
-from zcompile.frontend.python_numbers import give_floats_as_tensors
-from zcompile.frontend.shared_arguments import check_overlaps
 from zcompile.frontend.step_cache import (
     BackwardCode,
     ForwardCode,
@@ -37,7 +33,13 @@ from zcompile.frontend.step_cache import (
     looking,
     nested_in,
 )
-from zcompile.frontend.written_inputs import refuse_new_data, refuse_opaque_calls, refuse_written_parameter, where
+from zcompile.frontend.written_inputs import (
+    check_overlaps,
+    refuse_new_data,
+    refuse_opaque_calls,
+    refuse_written_parameter,
+    where,
+)
 from zcompile.ir.layout import Layout
 from zcompile.ir.operation import Data, Phase, data, op_of, set_data
 from zcompile.ir.ops import Compute, Input, Item, Kind, Parameter
@@ -48,14 +50,12 @@ from zcompile.ir.spelling import free, identifier
 from zcompile.ir.tensor_type import TensorType
 from zcompile.torch_internals.aot_autograd import (
     aot_autograd,
-    backward_without_autocast,
     cached_steps,
     default_partition,
     is_tangent,
     keepable,
-    no_donated_buffers,
-    no_rematerialization,
     promise_no_donated_buffers,
+    tracing_config,
 )
 from zcompile.torch_internals.dynamo import handed_on
 from zcompile.torch_internals.sizes import is_symbolic
@@ -131,19 +131,18 @@ class Capture:
             held = "" if is_argument else other or "?"
             readable = name or other or self.names.of_input(str(node.target))
             self.inputs.append(TracedInput(readable, name, held, self.names.leaves.get(id(value))))
-        named = {node: entry.readable for node, entry in zip(placeholders, self.inputs, strict=True)}
-        ours = {node: entry.parameter for node, entry in zip(placeholders, self.inputs, strict=True) if entry.parameter}
-        refuse_new_data(module.graph, named, ours)
+        entries = dict(zip(placeholders, self.inputs, strict=True))
+        named = {node: entry.readable for node, entry in entries.items()}
+        refuse_new_data(module.graph, named, {node: one.parameter for node, one in entries.items() if one.parameter})
         give_floats_as_tensors(module)
-        _make_dense(module, named)
-        with no_donated_buffers(), no_rematerialization(), backward_without_autocast():
+        make_dense(module, named)
+        with tracing_config():
             if self.cache is None or not can_be_kept(module, example_inputs):
                 compiled = self._traced(module, example_inputs)
             else:
                 compiled = self._found_or_traced(module, example_inputs, self.cache)
         parameters = [place for place, entry in enumerate(self.inputs) if entry.parameter]
-        arguments = zip(placeholders, self.inputs, strict=True)
-        given = {place: entry.readable for place, (node, entry) in enumerate(arguments) if _is_given(node, entry)}
+        given = {place: one.readable for place, (node, one) in enumerate(entries.items()) if _is_given(node, one)}
         return without_placeholders(check_overlaps(compiled, given), parameters)
 
     def _traced(self, module: fx.GraphModule, inputs: Sequence[Any], *, keep: bool = False) -> Callable[..., Any]:
@@ -215,32 +214,11 @@ def _is_given(node: fx.Node, entry: TracedInput) -> bool:
 
 
 def refuse_handed_on(names: Names) -> None:
-    """Refuse code that hands a parameter on, as it is, to who reads it after the call; to be called as a backend.
-
-    Raises:
-        CaptureError: it does so.
-    """
+    """Raise CaptureError for code that returns or stores a parameter as it is; to be called as a backend."""
     for identity in handed_on() & names.parameters.keys():
         problem = "the model returns this parameter, or stores it in an attribute, a list or the like"
         fix = "return, or store, a copy: .clone()"
         raise CaptureError(names.parameters[identity], f"{problem}; it is not full after the call", fix)
-
-
-def _make_dense(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
-    """Let embeddings give dense gradients, which can be averaged and sharded; with a warning for each."""
-    for node in module.graph.nodes:
-        if not callable(node.target) or getattr(node.target, "__name__", "") not in ("embedding", "embedding_bag"):
-            continue
-        try:
-            called = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-        except (TypeError, ValueError):
-            continue  # no function of torch.nn.functional
-        if called.arguments.get("sparse"):
-            called.arguments["sparse"] = False
-            node.args, node.kwargs = called.args, called.kwargs
-            name = names.get(called.arguments["weight"], "an embedding")
-            warnings.warn(f"{name}: sparse=True asks for a sparse gradient; zcompile gives a dense one", stacklevel=2)
-    module.recompile()
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -249,11 +227,7 @@ def _make_dense(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
 def read_joint(
     joint: fx.GraphModule, num_outputs: int, inputs: Sequence[TracedInput], names: Names, layout: Layout
 ) -> Program:
-    """The joint graph (or a forward graph alone) of AOTAutograd as a Program.
-
-    Raises:
-        CaptureError: the code writes to a parameter, or returns one, or has effects of which nothing is known.
-    """
+    """The joint graph of AOTAutograd, or a forward graph alone, as a Program; raise CaptureError for what has none."""
     refuse_opaque_calls(joint.graph, names.source)
     reader = _Reader(joint, inputs, names)
     return reader.read(num_outputs, layout)
@@ -302,7 +276,7 @@ class _Reader:
         return self._copy(node, meta, identifier(entry.readable))
 
     def _attribute(self, node: fx.Node) -> fx.Node:
-        value = _attribute(self.joint, str(node.target))
+        value = operator.attrgetter(str(node.target))(self.joint)
         if isinstance(value, fx.GraphModule):
             self.modules[str(node.target)] = value
             return self._copy(node, Data(Compute()), node.name)
@@ -314,7 +288,7 @@ class _Reader:
 
     def _computation(self, node: fx.Node) -> fx.Node:
         backward = "backward" in str(node.meta.get("partitioner_tag", ""))
-        is_item = node.target is operator.getitem and isinstance(_value(node.all_input_nodes[0]), (tuple, list))
+        is_item = node.target is operator.getitem and isinstance(node.all_input_nodes[0].meta.get("val"), (tuple, list))
         op = Item(int(str(node.args[1]))) if is_item else Compute()
         phase = Phase.BACKWARD if backward else Phase.FORWARD
         view = is_view(node.all_input_nodes[0] if is_item else node)
@@ -359,17 +333,6 @@ def _written_input(described: Any) -> int | None:
     """The number of the input of which AOTAutograd says that this result is what the forward has written to it."""
     index: int | None = getattr(getattr(described, "mutated_input", None), "idx", None)
     return index
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("val")
-
-
-def _attribute(root: torch.nn.Module, path: str) -> Any:
-    value: Any = root
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _refuse_returned_parameters(program: Program) -> None:

@@ -11,7 +11,7 @@ gradient of a local tensor is placed as the DTensor is: what is a sum over the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,65 +80,33 @@ class _Whole(nn.Module):
         return self.layout.whole(local)
 
 
-@dataclass(frozen=True)
-class LocalGraph:
-    """A graph on local tensors, its example inputs, and how it is called as the one that it was made from."""
-
-    module: fx.GraphModule
-    inputs: list[Any]
-    locals: Locals
-    outputs: Mapping[int, _Layout]
-    """Results, by place, that were DTensors."""
-
-    def named(self, names: Names, inputs: Sequence[Any]) -> Names:
-        """What `names` says of `inputs`, of this graph's."""
-        pairs = list(zip(inputs, self.inputs, strict=True))
-        known = {id(local): names.parameters[id(one)] for one, local in pairs if id(one) in names.parameters}
-        # Code on DTensors reaches its mesh by way of hooks and closures, which is no name to read.
-        meshes = {id(one): "mesh" for one in inputs if isinstance(one, DeviceMesh)}
-        apart = {id(local) for one, local in pairs if isinstance(one, DTensor) and not _is_replicated(one)}
-        return replace(names, parameters=known, others={**names.others, **meshes}, apart=frozenset(apart))
-
-    def calling(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """What takes and gives DTensors, of what `module` was compiled into."""
-
-        def call(*args: Any) -> Any:
-            results = compiled(*(_local(value, self.locals) for value in args))
-            if not self.outputs:
-                return results
-            return tuple(self.outputs[i].whole(r) if i in self.outputs else r for i, r in enumerate(results))
-
-        return call
-
-
 def on_locals(
     module: fx.GraphModule, inputs: Sequence[Any], names: Names, locals_: Locals, compiler: Callable[[Names], Compiler]
 ) -> Callable[..., Any]:
-    """What `compiler`, told what inputs are called, makes of `module` on local tensors; it takes and gives DTensors.
+    """What `compiler`, given names of inputs, makes of `module` on local tensors; it takes and gives DTensors.
 
-    Raises:
-        CaptureError: a DTensor has sizes that vary, or a placement that is none of Shard, Replicate and Partial.
-    """
-    local = local_graph(module, inputs, locals_)
-    if local is None:
-        return compiler(names)(module, inputs)
-    return local.calling(compiler(local.named(names, inputs))(local.module, local.inputs))
-
-
-def local_graph(module: fx.GraphModule, inputs: Sequence[Any], locals_: Locals) -> LocalGraph | None:
-    """`module` on local tensors; None if it takes and gives none but plain tensors.
-
-    While Dynamo compiles: the example inputs are fakes where Dynamo has not seen the tensor.
-
-    Raises:
-        CaptureError: a DTensor has sizes that vary, or a placement that is none of Shard, Replicate and Partial.
+    While Dynamo compiles: the example inputs are fakes where Dynamo has not seen the tensor. Raise CaptureError for a
+    DTensor of sizes that vary, or of other placements than Shard, Replicate and Partial.
     """
     taken = {i: value for i, value in enumerate(inputs) if isinstance(value, DTensor)}
     (results,) = module.graph.output_node().args
     examples = [one.meta.get("example_value") if isinstance(one, fx.Node) else None for one in _listed(results)]
     given = {i: _Layout.of(one, f"result {i}") for i, one in enumerate(examples) if isinstance(one, DTensor)}
     if not taken and not given:
-        return None
+        return compiler(names)(module, inputs)
+    made = _local_graph(module, taken, given)
+    local = [of_fixed_sizes(_local(v, locals_)) if i in taken else v for i, v in enumerate(inputs)]
+    compiled = compiler(_names_of_locals(names, inputs, local))(made, local)
+
+    def call(*args: Any) -> Any:
+        results = compiled(*(_local(value, locals_) for value in args))
+        return tuple(given[i].whole(r) if i in given else r for i, r in enumerate(results)) if given else results
+
+    return call
+
+
+def _local_graph(module: fx.GraphModule, taken: Mapping[int, DTensor], given: Collection[int]) -> fx.GraphModule:
+    """`module` on local tensors, for DTensors that it takes and gives at these places."""
     graph = fx.Graph()
     ends = list(_listed(graph.graph_copy(module.graph, {})))
     made = fx.GraphModule(module, graph)
@@ -157,8 +125,17 @@ def local_graph(module: fx.GraphModule, inputs: Sequence[Any], locals_: Locals) 
     graph.output(tuple(ends))
     made.recompile()
     made.meta = dict(module.meta)
-    local = [of_fixed_sizes(_local(v, locals_)) if i in taken else v for i, v in enumerate(inputs)]
-    return LocalGraph(made, local, locals_, given)
+    return made
+
+
+def _names_of_locals(names: Names, inputs: Sequence[Any], local: Sequence[Any]) -> Names:
+    """What `names` says of `inputs`, of the local tensors in their places."""
+    pairs = list(zip(inputs, local, strict=True))
+    known = {id(made): names.parameters[id(one)] for one, made in pairs if id(one) in names.parameters}
+    # Code on DTensors reaches its mesh by way of hooks and closures, which is no name to read.
+    meshes = {id(one): "mesh" for one in inputs if isinstance(one, DeviceMesh)}
+    apart = {id(made) for one, made in pairs if isinstance(one, DTensor) and not _is_replicated(one)}
+    return replace(names, parameters=known, others={**names.others, **meshes}, apart=frozenset(apart))
 
 
 def _is_replicated(tensor: DTensor) -> bool:

@@ -1,10 +1,10 @@
-"""Conversions of a sharded model to other dtypes, as by `model.to(torch.bfloat16)`, and copies of one."""
+"""Conversions of a sharded model, as by `model.to(torch.bfloat16)`, its copies, and modules that keep their dtype."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch import nn
 from zcompile.errors import ParameterError
 from zcompile.ir.layout import Layout
 from zcompile.model.sharding import Site, placeholder_of
+from zcompile.model.units import AUTOCAST
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.shards import ShardMemory, UnitShards
 from zcompile.torch_internals.autograd import post_accumulate_hooks
 from zcompile.torch_internals.modules import has_gradient_hooks
+from zcompile.torch_internals.pytree import tree_leaves, tree_map_only
 
 
 def kinds_made(
@@ -83,3 +85,47 @@ def copy_model(
         owner = memo[id(site.owner)]
         places.append(replace(site, owner=owner, shard=new[site.name], placeholder=placeholder, local=local))
     return copied, copies, places
+
+
+# -- modules in their own dtype ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnDtype:
+    """Stands in a module for a method, `forward` too: calls it outside of autocast, with arguments cast to `dtype`.
+
+    An attribute of the instance, as wrappers of forward commonly are. It holds a bound method, so that a copy of the
+    module has one that calls the copy.
+    """
+
+    method: Callable[..., Any]
+    device: str
+    dtype: torch.dtype
+    __wrapped__: Callable[..., Any] = field(repr=False)
+    """For inspect.signature."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Lists and dicts among them are copied only where a tensor is cast: a method may write to what it is given.
+        if any(isinstance(one, torch.Tensor) and self._is_cast(one) for one in tree_leaves((args, kwargs))):
+            args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+        with torch.autocast(self.device, enabled=False):
+            return self.method(*args, **kwargs)
+
+    def _cast(self, argument: torch.Tensor) -> torch.Tensor:
+        return argument.to(self.dtype) if self._is_cast(argument) else argument
+
+    def _is_cast(self, argument: torch.Tensor) -> bool:
+        return argument.dtype in AUTOCAST and argument.dtype != self.dtype
+
+
+def compute_in_own_dtype(module: nn.Module, methods: Iterable[str], device: torch.device) -> None:
+    """Let `methods` of a module, whose parameters have one dtype, compute in it, whatever autocast is around them.
+
+    Those in the place of nn.Module's own, which load and save, compute nothing.
+    """
+    dtype = next(module.parameters()).dtype
+    for name in methods:
+        if name != "forward" and hasattr(nn.Module, name):
+            continue
+        method = getattr(module, name)
+        vars(module)[name] = OwnDtype(method, device.type, dtype, method)

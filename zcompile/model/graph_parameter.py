@@ -47,11 +47,7 @@ class GraphParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do `func`, which is traced or looks at no values.
-
-        Raises:
-            ParameterError: it reads values, or writes them.
-        """
+        """Do `func`, which is traced or looks at no values; raise ParameterError if it reads or writes them."""
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # first: Dynamo traces this
             return super().__torch_function__(func, types, args, kwargs)

@@ -14,7 +14,6 @@ import ctypes
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,28 +25,9 @@ from zcompile.model.weights import Weights, rounds, takes
 from zcompile.runtime.groups import Communicator
 from zcompile.torch_internals.autograd import version_of
 from zcompile.torch_internals.dispatch import no_torch_function
-from zcompile.torch_internals.modules import buffers_of, is_persistent, parameters_of
+from zcompile.torch_internals.modules import TensorPlace, tensor_places
 
 Method = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorPlace:
-    """A place in the module tree that holds a parameter or a buffer; what is tied has several."""
-
-    path: str
-    """The module's."""
-    key: str
-    table: dict[str, torch.Tensor | None]
-    """The module's parameters or its buffers."""
-    value: torch.Tensor
-    """What stood there before `compile`."""
-    saved: bool
-    """True for what a state dict holds: all but buffers that are not persistent."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.path}.{self.key}" if self.path else self.key
 
 
 class Materialiser:
@@ -62,7 +42,7 @@ class Materialiser:
         self.communicator = communicator
         self.device = communicator.device
         self.code = InitCode(model, layout)
-        self.places = list(_places(model))
+        self.places = list(tensor_places(model.named_modules(remove_duplicate=False)))
         self.first = _first_places(self.places)
         self.parameters = dict(model.named_parameters())
         self.blank = {id(param): _blank(param, self.device) for param in self.parameters.values()}
@@ -71,11 +51,7 @@ class Materialiser:
         self.stored = _match(weights, self.places) if weights else {}
 
     def full(self, unit: Unit) -> Iterator[tuple[Param, nn.Parameter]]:
-        """Each parameter of `unit` with its values: those of `weights` or of the model, on this rank.
-
-        Raises:
-            ModelError: the model's code fails or leaves a value unwritten.
-        """
+        """Each parameter of `unit` with its values on this rank; raise ModelError for one left unwritten."""
         made = self._turn(unit.name)
         for param in unit.params:
             original = self.parameters[param.name]
@@ -86,21 +62,17 @@ class Materialiser:
         self._turn(unit.name)
 
     def place_buffers(self) -> None:
-        """Give every buffer memory and put it in its place; after all units.
-
-        Raises:
-            ModelError: a buffer is left unwritten, or a tensor on meta is neither parameter nor buffer.
-        """
+        """Give every buffer memory and put it in place, after all units; raise ModelError for one left unwritten."""
         self._turn(None)
-        if any(place.value.is_meta for place in self.places):
+        if any(place.held.is_meta for place in self.places):
             self._refuse_stray_tensors()
         for place in self.places:
-            if isinstance(place.value, nn.Parameter):
+            if isinstance(place.held, nn.Parameter):
                 continue
-            if id(place.value) in self.stored:
-                self.buffers.setdefault(id(place.value), self._stored(place.value))
-            if id(place.value) in self.buffers:
-                place.table[place.key] = self.buffers[id(place.value)]
+            if id(place.held) in self.stored:
+                self.buffers.setdefault(id(place.held), self._stored(place.held))
+            if id(place.held) in self.buffers:
+                place.table[place.key] = self.buffers[id(place.held)]
 
     def _given(self, original: nn.Parameter) -> nn.Parameter:
         """`original` with the values of the weights, if there are any."""
@@ -118,11 +90,7 @@ class Materialiser:
         return value.to(device, original.dtype) if original.is_meta else original.copy_(value)
 
     def _read(self, name: str, original: torch.Tensor) -> torch.Tensor | None:
-        """The weights called `name`, for `original`, on the first rank. Collective.
-
-        Raises:
-            OptionError: on every rank: the first one cannot read them, or they are none.
-        """
+        """The weights called `name`, for `original`, on the first rank. Collective; an OptionError is on every rank."""
         assert self.weights is not None, "only weights are read"
         value, problem, why = None, "", "the first rank cannot read it"
         try:
@@ -145,27 +113,27 @@ class Materialiser:
         wanted = [
             place
             for place in self.first.values()
-            if place.value.is_meta and id(place.value) not in self.stored and self.code.turn(place) == unit
+            if place.held.is_meta and id(place.held) not in self.stored and self.code.turn(place) == unit
         ]
         if not wanted:
             return {}
-        real = {id(place.value): _unwritten(place.value, self.device) for place in wanted}
+        real = {id(place.held): _unwritten(place.held, self.device) for place in wanted}
         versions = {key: version_of(tensor) for key, tensor in real.items()}
         with self._only_materialised(real), torch.device(self.device), torch.no_grad():
             self.code.run(unit)
-            result = {id(place.value): _found(place) for place in wanted}
+            result = {id(place.held): _found(place) for place in wanted}
         for place in wanted:
-            key = id(place.value)
+            key = id(place.held)
             if result[key] is real[key] and not _is_written(result[key], versions[key]):
                 fix = f"give {place.path or 'the model'} a reset_parameters() that writes it, or pass weights="
                 raise ModelError(place.name, "is on the meta device, and nothing gives it values", fix)
         parameters = {}
         for place in wanted:
-            value = result[id(place.value)].detach().to(self.device)
-            if isinstance(place.value, nn.Parameter):
-                parameters[id(place.value)] = nn.Parameter(value, place.value.requires_grad)
+            value = result[id(place.held)].detach().to(self.device)
+            if isinstance(place.held, nn.Parameter):
+                parameters[id(place.held)] = nn.Parameter(value, place.held.requires_grad)
             else:
-                self.buffers[id(place.value)] = value
+                self.buffers[id(place.held)] = value
         return parameters
 
     @contextlib.contextmanager
@@ -173,12 +141,12 @@ class Materialiser:
         """`real` in the module tree, all other parameters on meta; afterwards the tree is as it was."""
         try:
             for place in self.places:
-                key = id(place.value)
-                place.table[place.key] = real.get(key, self.blank.get(key, place.value))
+                key = id(place.held)
+                place.table[place.key] = real.get(key, self.blank.get(key, place.held))
             yield
         finally:
             for place in self.places:
-                place.table[place.key] = place.value
+                place.table[place.key] = place.held
 
     def _refuse_stray_tensors(self) -> None:
         for path, module in self.code.modules.items():
@@ -213,17 +181,13 @@ class InitCode:
 
     def turn(self, place: TensorPlace) -> str | None:
         """On whose turn the value of a place is made."""
-        if isinstance(place.value, nn.Parameter):
+        if isinstance(place.held, nn.Parameter):
             return self.layout.unit_of(place.name).name
         turns = self.turns[place.path]
         return next(iter(turns)) if len(turns) == 1 else None
 
     def run(self, unit: str | None) -> None:
-        """Run the code of one turn.
-
-        Raises:
-            ModelError: it raises an error.
-        """
+        """Run the code of one turn; raise ModelError where it fails."""
         mine = [path for path in _children_first(self.modules) if unit in self.turns[path]]
         for path in mine:
             module = self.modules[path]
@@ -259,20 +223,10 @@ class InitCode:
 # -- the module tree --------------------------------------------------------------------------------------------------
 
 
-def _places(model: nn.Module) -> Iterator[TensorPlace]:
-    """Every parameter and buffer under each of its names."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        tables: tuple[dict[str, Any], dict[str, Any]] = (parameters_of(module), buffers_of(module))
-        for table in tables:
-            for key, value in table.items():
-                if value is not None:
-                    yield TensorPlace(path, key, table, value, is_persistent(module, key))
-
-
 def _first_places(places: list[TensorPlace]) -> dict[int, TensorPlace]:
     first: dict[int, TensorPlace] = {}
     for place in places:
-        first.setdefault(id(place.value), place)
+        first.setdefault(id(place.held), place)
     return first
 
 
@@ -374,7 +328,8 @@ def _has_nan(value: torch.Tensor) -> bool:
 
 def _found(place: TensorPlace) -> torch.Tensor:
     """What stands in a place after the model's code has run, which may have put a tensor of its own there."""
-    value, wanted = place.table[place.key], place.value
+    value: torch.Tensor | None = place.table[place.key]
+    wanted = place.held
     kind = "nothing" if value is None else f"{list(value.shape)} {value.dtype}{' on meta' if value.is_meta else ''}"
     if value is None or value.is_meta or (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
         found = f"its module's code puts {kind} in place of {list(wanted.shape)} {wanted.dtype}"
@@ -422,36 +377,35 @@ def check_weights(weights: Weights, model: nn.Module) -> str:
     Raises:
         ModelError: a name is missing, has no place in the model, or has another shape or kind of numbers there.
     """
-    places = list(_places(model))
+    places = list(tensor_places(model.named_modules(remove_duplicate=False)))
     stored, first = _match(weights, places), _first_places(places)
-    rounded = [name for key, name in stored.items() if rounds(first[key].value.dtype, weights.dtypes[name])]
+    rounded = [name for key, name in stored.items() if rounds(first[key].held.dtype, weights.kinds[name].dtype)]
     if not rounded:
         return ""
-    kept = {place.name: place.value.dtype for place in places}[rounded[0]]
-    return f"rounded from {weights.dtypes[rounded[0]]} to the model's {kept}: {_some(rounded)} of {weights.source}"
+    kept = {place.name: place.held.dtype for place in places}[rounded[0]]
+    return f"rounded from {weights.kinds[rounded[0]].dtype} to the model's {kept}: {_some(rounded)} of {weights.source}"
 
 
 def _match(weights: Weights, places: list[TensorPlace]) -> dict[int, str]:
     """For each parameter and persistent buffer, by identity, the name under which the weights have it.
 
-    Raises:
-        ModelError: a name is missing, has no place in the model, or has another shape or kind of numbers there.
+    Raise ModelError for a name that is missing or unknown, or has another shape or kind of numbers in the model.
     """
     stored: dict[int, str] = {}
     saved = [place for place in places if place.saved]
     for place in saved:
-        if place.name in weights.shapes:
-            stored.setdefault(id(place.value), place.name)
-            shape, wanted = weights.shapes[place.name], tuple(place.value.shape)
+        if place.name in weights.kinds:
+            stored.setdefault(id(place.held), place.name)
+            shape, wanted = weights.kinds[place.name].shape, place.held.shape
             if shape != wanted:
                 problem = f"has shape {list(shape)} in {weights.source}, the model's is {list(wanted)}"
                 raise ModelError(place.name, problem, "give the weights of this model, or build the model for them")
-            if not takes(place.value.dtype, weights.dtypes[place.name]):
-                problem = f"is {weights.dtypes[place.name]} in {weights.source}, the model's is {place.value.dtype}"
-                fix = f"give a mapping in which it is converted on purpose, such as by value.to({place.value.dtype})"
+            if not takes(place.held.dtype, weights.kinds[place.name].dtype):
+                problem = f"is {weights.kinds[place.name].dtype} in {weights.source}, the model's is {place.held.dtype}"
+                fix = f"give a mapping in which it is converted on purpose, such as by value.to({place.held.dtype})"
                 raise ModelError(place.name, problem, fix)
-    missing = [place.name for place in _first_places(saved).values() if id(place.value) not in stored]
-    unexpected = sorted(weights.shapes.keys() - {place.name for place in saved})
+    missing = [place.name for place in _first_places(saved).values() if id(place.held) not in stored]
+    unexpected = sorted(weights.kinds.keys() - {place.name for place in saved})
     if missing or unexpected:
         lacks = f"lacks {_some(missing)}" if missing else ""
         has = f"has {_some(unexpected)}, unknown to the model" if unexpected else ""

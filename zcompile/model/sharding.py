@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from zcompile.errors import ParameterError
+from zcompile.errors import ModelError, ParameterError
 from zcompile.frontend.local_graphs import Local
 from zcompile.ir.layout import Layout
 from zcompile.model.materialise import Materialiser, trim
@@ -20,7 +22,7 @@ from zcompile.runtime.groups import Communicator
 from zcompile.runtime.shards import ShardMemory, UnitShards
 from zcompile.runtime.tensors.placement import ModelParallel, Placing
 from zcompile.torch_internals.dtensor import give_up, local_tensor
-from zcompile.torch_internals.modules import parameters_of
+from zcompile.torch_internals.modules import TensorPlace, parameters_of, tensor_places
 from zcompile.torch_internals.pytree import tree_leaves
 
 Retired = dict[int, tuple[nn.Parameter, str]]
@@ -48,11 +50,7 @@ class _Refusing:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
-        """Refuse every use.
-
-        Raises:
-            ParameterError: always.
-        """
+        """Raise ParameterError for every use."""
         found = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
         name = getattr(found, "zcompile_name", "a parameter")
         fix = "take it from compiled.parameters(), in the model's code as an attribute of its module, not from a list"
@@ -102,11 +100,9 @@ def shard_model(
         ModelError: a parameter or buffer gets no values, or `weights` do not fit the model.
     """
     originals = dict(model.named_parameters())
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for key, registered in parameters_of(module).items():
-            if registered is not None:
-                places.setdefault(id(registered), []).append((module, key))
+    places = defaultdict[int, list[TensorPlace]](list)
+    for place in tensor_places(model.named_modules()):
+        places[id(place.held)].append(place)
     shards: dict[str, UnitShards] = {}
     sites: list[Site] = []
     retired: Retired = {}
@@ -123,7 +119,7 @@ def shard_model(
                 plain = not layout.stage.optimizer_sharded
                 shard = (held.adopt_plain if plain else held.adopt)(param, full, parallel)
                 placeholder, local = placeholder_of(full, param.full_dtype, full.device)
-                sites += [Site(owner, key, param.name, shard, placeholder, local) for owner, key in places[id(old)]]
+                sites += [Site(at.module, at.key, param.name, shard, placeholder, local) for at in places[id(old)]]
                 if shard is not old:
                     retired[id(old)] = (old, param.name)
                 if not plain:
@@ -154,3 +150,52 @@ def placeholder_of(param: nn.Parameter, dtype: torch.dtype, device: torch.device
     placing = Placing(param.device_mesh, tuple(param.placements), param.shape)
     placeholder = nn.Parameter(placing.place(leaf.detach()), requires_grad=leaf.requires_grad)
     return placeholder, Local(placeholder, leaf)
+
+
+# -- tensors that can be sharded --------------------------------------------------------------------------------------
+
+
+_OF_EVERY_CLASS = frozenset(vars(type("Empty", (), {})))
+_HARMLESS = _OF_EVERY_CLASS | {"__init__", "__new__", "__repr__", "__annotations__", "__annotate_func__", "__slots__"}
+
+
+def check_kinds(model: nn.Module) -> None:
+    """Raise ModelError for tensors of `model` that are more than their elements, such as quantised weights.
+
+    As a shard such a tensor would silently be a plain one of its dequantised values.
+    """
+    for name, tensor in _tensors(model):
+        check_kind(name, tensor)
+
+
+def check_kind(name: str, tensor: torch.Tensor) -> None:
+    """The same of one tensor that is called `name`."""
+    if is_lazy(tensor):
+        fix = "call the plain model with a batch before zcompile.compile, which gives it one"
+        raise ModelError(name, "has no shape yet", fix)
+    if not isinstance(tensor, DTensor) and (changed := _changed(type(tensor))):
+        kind = type(tensor)
+        problem = f"is a {kind.__module__}.{kind.__qualname__}, a subclass of Tensor with a {changed} of its own"
+        fix = "keep what it consists of in plain buffers (of int8, say, and a scale), and compute with them in forward"
+        raise ModelError(name, problem, fix)
+
+
+def _changed(kind: type[torch.Tensor]) -> str:
+    """What a class does otherwise than Tensor; empty if nothing."""
+    for base in kind.__mro__:
+        if base in (nn.Parameter, torch.Tensor):
+            return ""
+        for name in vars(base):
+            if name not in _HARMLESS and (hasattr(torch.Tensor, name) or name == "__tensor_flatten__"):
+                return name
+    return ""
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers and other attributes."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{key}" if path else key, value

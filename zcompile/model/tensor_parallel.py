@@ -128,11 +128,7 @@ def _check_placement(name: str, param: DTensor) -> None:
 
 
 def _joint(data: DeviceMesh | None, model: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh, tuple[AxisKind, ...]]:
-    """The mesh of all dimensions, all of its ranks as one, and what those of `data` are for. Collective.
-
-    Raises:
-        GroupError: there is none.
-    """
+    """The mesh of all dimensions, its ranks as one, and what those of `data` are for; or a GroupError. Collective."""
     names = model.mesh_dim_names or ("tp",)
     fix = f"give the other dimension of the mesh that {names[0]!r} is of: mesh=mesh['dp']"
     if data is None:

@@ -55,11 +55,7 @@ def blocks_of_names(names: Iterable[str]) -> list[str]:
 
 
 def match_blocks(model: nn.Module, units: UnitChoice) -> list[str]:
-    """Paths of the modules that `units=` names, in module order.
-
-    Raises:
-        OptionError: a pattern matches no module with parameters, or one module lies inside another.
-    """
+    """Paths of the modules that `units=` names, in order; raise OptionError for none, or one inside another."""
     paths = {name: module for name, module in model.named_modules() if name and _has_parameters(module)}
     if callable(units):
         result = [path for path, module in paths.items() if units(path, module)]
@@ -67,10 +63,7 @@ def match_blocks(model: nn.Module, units: UnitChoice) -> list[str]:
             fix = f"let it be true for paths such as {next(iter(paths), 'blocks.0')!r}"
             raise OptionError("units", "is a function that is true for no module with parameters", fix)
     else:
-        for pattern in units:
-            if not any(_matches(path, pattern) for path in paths):
-                raise OptionError("units", f"{pattern!r} matches no module with parameters", nearest(pattern, paths))
-        result = [path for path in paths if any(_matches(path, pattern) for pattern in units)]
+        result = _matching(paths, units, "units", "module with parameters")
     for outer in result:
         inner = next((path for path in result if path.startswith(outer + ".")), None)
         if inner:
@@ -81,19 +74,15 @@ def match_blocks(model: nn.Module, units: UnitChoice) -> list[str]:
 def match_called(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     """The modules, by path, that `keep_dtype=` names (shell wildcards), in module order.
 
-    Raises:
-        OptionError: a pattern matches no module with parameters, or one that is never called or has several dtypes.
+    Raise OptionError for a pattern without a match, and a module that is never called or has several dtypes.
     """
     option, fix = "keep_dtype", "give paths of model.named_modules(), such as ['blocks.*.router', 'lm_head']"
     if not _are_patterns(patterns):
         raise OptionError(option, f"{patterns!r} is no list of paths", fix)
     named = model.named_modules(remove_duplicate=False)  # one that is used in two places may be named by either
     paths = {path: module for path, module in named if path and _has_parameters(module)}
-    for pattern in patterns:
-        if not any(_matches(path, pattern) for path in paths):
-            raise OptionError(option, f"{pattern!r} matches no module with parameters", nearest(pattern, paths))
-    found = {path: one for path, one in paths.items() if any(_matches(path, pattern) for pattern in patterns)}
-    found = {path: one for one, path in {one: path for path, one in found.items()}.items()}  # each once
+    matching = _matching(paths, patterns, option, "module with parameters")
+    found = {path: one for one, path in {paths[path]: path for path in matching}.items()}  # each once
     for path, module in found.items():
         if is_container(module):
             fix = f"name what it holds: '{path}.*'"
@@ -117,21 +106,25 @@ def is_container(module: nn.Module) -> bool:
 def match_params(params: Mapping[str, torch.Tensor], patterns: Sequence[str], option: str = "whole") -> list[str]:
     """Names of parameters that match the patterns of an option (shell wildcards), in module order.
 
-    Raises:
-        OptionError: a pattern matches no parameter, or one of which tensor parallelism has divided the matrix.
+    Raise OptionError for a pattern without a match, and a parameter that tensor parallelism has divided.
     """
     fix = "give names of model.named_parameters(), such as [n for n, p in model.named_parameters() if p.ndim == 2]"
     if not _are_patterns(patterns):
         raise OptionError(option, f"{patterns!r} is no list of names", fix)
-    for pattern in patterns:
-        if not any(_matches(name, pattern) for name in params):
-            within = "a wildcard stays within one name, as in 'blocks.*.mlp.*.weight'; "
-            raise OptionError(option, f"{pattern!r} matches no parameter", within + nearest(pattern, params))
-    found = [name for name in params if any(_matches(name, pattern) for pattern in patterns)]
+    within = "a wildcard stays within one name, as in 'blocks.*.mlp.*.weight'; "
+    found = _matching(params, patterns, option, "parameter", within)
     if divided := next((name for name in found if isinstance(params[name], DTensor)), None):
         problem = f"matches {divided!r}, which tensor parallelism divides: no rank has all of it"
         raise OptionError(option, problem, "leave it out, or do not parallelize its module")
     return found
+
+
+def _matching(paths: Collection[str], patterns: Sequence[str], option: str, kind: str, hint: str = "") -> list[str]:
+    """Those that match a pattern, in their order; raise OptionError for a pattern that matches none."""
+    for pattern in patterns:
+        if not any(_matches(path, pattern) for path in paths):
+            raise OptionError(option, f"{pattern!r} matches no {kind}", hint + nearest(pattern, paths))
+    return [path for path in paths if any(_matches(path, pattern) for pattern in patterns)]
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -6,7 +6,6 @@ What is read belongs to the reader alone: nothing is mapped or shared, so the me
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 import warnings
@@ -53,19 +52,14 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True)
 class Weights:
-    """Full values by name.
-
-    Attributes:
-        source: Where they come from, in words.
-        shapes: The names there are, with the shape of each.
-        dtypes: The dtype of each.
-        read: Gives the tensor of a name, on the CPU or where a mapping holds it, in memory of its own.
-    """
+    """Full values by name."""
 
     source: str
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, torch.dtype]
+    """Where they come from, in words."""
+    kinds: Mapping[str, torch.Tensor]
+    """The names there are, each with a tensor on meta of its shape and dtype."""
     read: Callable[[str], torch.Tensor]
+    """Gives the tensor of a name, on the CPU or where a mapping holds it, in memory of its own."""
 
 
 def open_weights(source: Source) -> Weights:
@@ -104,9 +98,8 @@ def _from_mapping(mapping: Mapping[str, Any], source: str) -> Weights:
             kind = "on the meta device" if isinstance(value, torch.Tensor) else f"no tensor but {type(value).__name__}"
             fix = "give the model's own state_dict, names to tensors"
             raise OptionError("weights", f"{name} of {source} is {kind}", fix)
-    shapes = {name: tuple(value.shape) for name, value in mapping.items()}
-    dtypes = {name: value.dtype for name, value in mapping.items()}
-    return Weights(source, shapes, dtypes, lambda name: mapping[name].detach().clone())
+    kinds = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in mapping.items()}
+    return Weights(source, kinds, lambda name: mapping[name].detach().clone())
 
 
 def _from_safetensors(path: Path) -> Weights:
@@ -119,25 +112,24 @@ def _from_safetensors(path: Path) -> Weights:
             raise OptionError("weights", f"{path} is no safetensors file: its header is longer than itself", FORMS)
         header: dict[str, Any] = json.loads(file.read(length))
     header.pop("__metadata__", None)
+    kinds = {
+        name: torch.empty(entry["shape"], dtype=SAFETENSORS_DTYPES[entry["dtype"]], device="meta")
+        for name, entry in header.items()
+    }
     for name, entry in header.items():
         first, last = entry["data_offsets"]
-        nbytes = math.prod(entry["shape"]) * SAFETENSORS_DTYPES[entry["dtype"]].itemsize
-        if last - first != nbytes or 8 + length + last > size:
+        if last - first != kinds[name].nbytes or 8 + length + last > size:
             raise OptionError("weights", f"{path} does not hold all of {name}", "fetch or save the file again")
 
     def read(name: str) -> torch.Tensor:
-        entry = header[name]
-        tensor = torch.empty(entry["shape"], dtype=SAFETENSORS_DTYPES[entry["dtype"]])
+        tensor = torch.empty_like(kinds[name], device="cpu")
         with path.open("rb") as file:
-            file.seek(8 + length + entry["data_offsets"][0])
+            file.seek(8 + length + header[name]["data_offsets"][0])
             if tensor.numel():
                 file.readinto(tensor.view(-1).view(torch.uint8).numpy().data)
         return tensor
 
-    shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
-    return Weights(
-        str(path), shapes, {name: SAFETENSORS_DTYPES[entry["dtype"]] for name, entry in header.items()}, read
-    )
+    return Weights(str(path), kinds, read)
 
 
 def _from_index(path: Path) -> Weights:
@@ -146,12 +138,8 @@ def _from_index(path: Path) -> Weights:
         if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
             raise OptionError("weights", f"{path} names {file!r}, which does not lie in its folder", FORMS)
     parts = {file: _from_safetensors(path.parent / file) for file in sorted(set(files.values()))}
-    return Weights(
-        str(path),
-        {name: parts[file].shapes[name] for name, file in files.items()},
-        {name: parts[file].dtypes[name] for name, file in files.items()},
-        lambda name: parts[files[name]].read(name),
-    )
+    kinds = {name: parts[file].kinds[name] for name, file in files.items()}
+    return Weights(str(path), kinds, lambda name: parts[files[name]].read(name))
 
 
 def _from_torch_file(path: Path) -> Weights:
@@ -159,8 +147,7 @@ def _from_torch_file(path: Path) -> Weights:
         return _from_mapping(torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path))
 
     # Opened anew for each tensor: what a mapped file has shown once stays in memory for as long as it is mapped.
-    found = load()
-    return Weights(str(path), found.shapes, found.dtypes, lambda name: load().read(name))
+    return Weights(str(path), load().kinds, lambda name: load().read(name))
 
 
 def _from_checkpoint(folder: Path) -> Weights:
@@ -168,17 +155,20 @@ def _from_checkpoint(folder: Path) -> Weights:
         stored = Reader(folder).read_metadata().state_dict_metadata
     except StateError as error:
         raise OptionError("weights", f"{error.subject} {error.problem}", error.fix) from error
-    tensors = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+    kinds = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
     def read(name: str) -> torch.Tensor:
-        tensor = torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)
+        tensor = torch.empty_like(kinds[name], device="cpu")
         with warnings.catch_warnings():  # that it assumes one process is what is asked for
             warnings.simplefilter("ignore", UserWarning)
             dcp.load({name: tensor}, storage_reader=Reader(folder), no_dist=True)
         return tensor
 
-    shapes = {name: tuple(entry.size) for name, entry in tensors.items()}
-    return Weights(str(folder), shapes, {name: entry.properties.dtype for name, entry in tensors.items()}, read)
+    return Weights(str(folder), kinds, read)
 
 
 def takes(wanted: torch.dtype, given: torch.dtype) -> bool:

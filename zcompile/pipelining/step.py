@@ -21,7 +21,7 @@ from zcompile.engine.step_trace import CallSpec
 from zcompile.engine.train_steps import BaseStep, FlatResults, LossFunction, Overflow, StepOptions, loss_call, scale_of
 from zcompile.errors import AgreementError, OptionError, StateError, ZcompileError, briefly
 from zcompile.ir.program import Program
-from zcompile.model.tensor_kinds import check_kinds
+from zcompile.model.sharding import check_kinds
 from zcompile.pipelining.action_tables import action_table
 from zcompile.pipelining.guard import SAME_DATA, digest_of, microbatches_of
 from zcompile.pipelining.preparation import Evaluations, ReadyStep, StepSetup, prepare

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from zcompile.cost.forecast import Checkpoint, ChoiceTexts, MeshPlan
 from zcompile.cost.hardware import Hardware
 from zcompile.errors import ModelError, OptionError, nearest
-from zcompile.model.tensor_kinds import check_kinds
+from zcompile.model.sharding import check_kinds
 from zcompile.model.tensor_parallel import check_divided, tensor_parallel_plan
 from zcompile.pipelining.action_tables import SCHEDULES
 from zcompile.schedule.option_checks import check_stage

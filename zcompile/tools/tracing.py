@@ -21,7 +21,7 @@ from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.frontend.dynamo import autocast
 from zcompile.ir.layout import STAGES
 from zcompile.ir.program import Program
-from zcompile.model.tensor_kinds import check_kinds
+from zcompile.model.sharding import check_kinds
 from zcompile.model.tensor_parallel import check_divided
 from zcompile.model.units import Precision, axes_over, make_layout
 from zcompile.runtime.device import HOST

@@ -23,6 +23,8 @@ from torch._guards import (  # a graph compiled again for other parameters
 from torch._inductor.output_code import OutputCode
 from torch._subclasses.fake_tensor import FakeTensor  # values of traced and of parsed programs
 
+from zcompile.torch_internals.dynamo import name_of_source
+
 __all__ = ["BypassAOTAutogradCache", "aot_autograd", "default_partition", "min_cut_rematerialization_partition"]
 """What is passed on from torch as it is."""
 
@@ -32,32 +34,21 @@ def is_tangent(placeholder: fx.Node) -> bool:
     return isinstance(placeholder.meta.get("desc"), TangentAOTInput)
 
 
-def no_donated_buffers() -> contextlib.AbstractContextManager[None]:
-    """While a graph is traced: do not promise compilers the memory of saved tensors.
-
-    We give none away, and the promise would forbid `backward(retain_graph=True)`.
-    """
-    patched: contextlib.AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
-    return patched
-
-
-def no_rematerialization() -> contextlib.AbstractContextManager[None]:
-    """While a graph is traced: compute nothing again in graphs without a backward.
-
-    torch 2.13 would, by the marks of `torch.utils.checkpoint`, and refuses graphs that draw random numbers.
-    """
-    name = "remat_using_tags_for_fwd_loss_bwd_graph"
-    options = {name: False} if hasattr(functorch_config, name) else {}
+def tracing_config() -> contextlib.AbstractContextManager[None]:
+    """While a graph is traced: how torch's own tracer is set up for programs."""
+    options = {
+        # Do not promise compilers the memory of saved tensors: we give none away, and the promise would forbid
+        # `backward(retain_graph=True)`.
+        "donated_buffer": False,
+        # The backward casts nothing, as in eager mode, where backwards run outside of autocast. torch would trace it
+        # under the autocast of the call, and compute in low precision what the forward has not.
+        "backward_pass_autocast": "off",
+    }
+    # Nothing is computed again in graphs without a backward. torch 2.13 would, by the marks of
+    # `torch.utils.checkpoint`, and refuses graphs that draw random numbers.
+    if hasattr(functorch_config, remat := "remat_using_tags_for_fwd_loss_bwd_graph"):
+        options[remat] = False
     patched: contextlib.AbstractContextManager[None] = functorch_config.patch(options)
-    return patched
-
-
-def backward_without_autocast() -> contextlib.AbstractContextManager[None]:
-    """While a graph is traced: its backward casts nothing, as in eager mode, where backwards run outside of autocast.
-
-    torch would trace it under the autocast of the call, and compute in low precision what the forward has not.
-    """
-    patched: contextlib.AbstractContextManager[None] = functorch_config.patch(backward_pass_autocast="off")
     return patched
 
 
@@ -136,8 +127,7 @@ def sequence_number(node: fx.Node) -> int | None:
 def path_of_input(node: fx.Node) -> str:
     """Where a parameter among the inputs of Dynamo's graph hangs in the module tree of the traced code."""
     argument = node.meta.get("grapharg")
-    name = argument.source.name if argument is not None else ""
-    source: str = name() if callable(name) else name  # a method before torch 2.12
+    source = "" if argument is None else name_of_source(argument.source)
     return ".".join(re.findall(r"_(?:modules|parameters)\['([^']+)'\]", source)) or str(node.target)
 
 

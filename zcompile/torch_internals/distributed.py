@@ -131,8 +131,7 @@ _NEVER = (1 << 31) - 1
 def pipeline_order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[str]]:
     """The actions of a schedule of torch.distributed.pipelining by rank, as torch prints them; `F;B` pairs one by one.
 
-    Raises:
-        ValueError: it is not for so many micro-batches.
+    Raise ValueError for a number of micro-batches that the schedule is not for.
     """
     count = ranks * stages_per_rank
     own = [

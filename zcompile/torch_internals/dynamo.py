@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CellType, FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -31,10 +31,8 @@ from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import NewGlobalVariable
-from torch._guards import (  # a graph compiled again for other parameters
-    TracingContext,
-    tracing,
-)
+from torch._guards import TracingContext
+from torch._guards import tracing as retracing  # a graph compiled again for other parameters, as for late backwards
 
 from zcompile.torch_internals.operators import replayed_random, saved_random
 
@@ -46,6 +44,7 @@ __all__ = [
     "Unsupported",
     "UserError",
     "patch_dynamo_config",
+    "retracing",
 ]
 """What is passed on from torch as it is."""
 
@@ -99,13 +98,18 @@ def _has(variable: Any, name: str, stored: Any, scope: dict[str, Any]) -> bool:
     now = stored.as_python_constant()
     try:
         if isinstance(variable, NewGlobalVariable) and variable.source is not None:
-            source: Any = variable.source.name
-            before = eval(source() if callable(source) else source, {"G": scope})  # a method up to torch 2.11
+            before = eval(name_of_source(variable.source), {"G": scope})
         else:
             before = object.__getattribute__(variable.value, name)
     except (AttributeError, KeyError):
         return False
     return type(now) is type(before) and bool(now == before)
+
+
+def name_of_source(source: Any) -> str:
+    """Where Dynamo has found a value, as Python."""
+    name: Any = source.name
+    return str(name() if callable(name) else name)  # a method up to torch 2.11
 
 
 def tracing_context() -> Any:
@@ -115,7 +119,7 @@ def tracing_context() -> Any:
 
 @dataclass(frozen=True)
 class AroundCompiling:
-    """Calls around each compilation of Dynamo's; `torch.compiler.reset()` forgets them."""
+    """Calls before and after each compilation of Dynamo's; `torch.compiler.reset()` forgets them."""
 
     start: Callable[..., None]
     end: Callable[..., None]
@@ -130,18 +134,6 @@ class AroundCompiling:
         if self.start in callback_handler.start_callbacks:
             callback_handler.remove_start_callback(self.start)
             callback_handler.remove_end_callback(self.end)
-
-
-def around_compiling(before: Callable[[], None], after: Callable[[], None]) -> AroundCompiling:
-    """Call `before` when Dynamo begins to compile, and `after` when it has ended."""
-    calls = AroundCompiling(lambda *_: before(), lambda *_: after())
-    calls.ensure()
-    return calls
-
-
-def retracing(context: Any) -> contextlib.AbstractContextManager[Any]:
-    """Compile once more a graph that Dynamo has compiled with `context`, as AOTAutograd does for late backwards."""
-    return tracing(context)
 
 
 def modules_given_to(backends: Sequence[object]) -> Iterator[torch.nn.Module]:
@@ -198,9 +190,7 @@ def compile_plainly(module: fx.GraphModule, inputs: Sequence[Any], backend: str)
         return module.forward
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(module, list(inputs))
-    run: Callable[..., Any] = compiled
-    return run
+    return cast(Callable[..., Any], compile_fx(module, list(inputs)))
 
 
 def graph_obstacle(graph: fx.Graph) -> str:

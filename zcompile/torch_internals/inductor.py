@@ -24,15 +24,7 @@ def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any
 
     `torch._inductor.standalone_compile` is documented, but lives in a private module.
     """
-    from torch._inductor import standalone_compile  # importing Inductor takes a second; eager users do not pay for it
-
-    # "from_graph" looks for the fake mode, whose symbols name the varying sizes, where Dynamo leaves it.
-    for node in graph_module.graph.output_node().all_input_nodes:
-        node.meta["example_value"] = node.meta["val"]
-    with quiet(_ARTIFACTS):
-        compiled: Callable[..., Any] = standalone_compile(
-            graph_module, example_inputs, dynamic_shapes="from_graph", options=_REGIONS
-        )
+    compiled = _standalone(graph_module, example_inputs)
     # torch puts a module's own tensors in front of the list in the function that is left out.
     own = any(True for _ in itertools.chain(graph_module.parameters(), graph_module.buffers()))
     return _boxed_inside(compiled) if not own else lambda box: compiled(*box)
@@ -51,16 +43,21 @@ def inductor_code(graph_module: fx.GraphModule, example_inputs: list[Any]) -> st
 
     `torch._inductor.utils.get_code` is what torch's own tests look at generated code with.
     """
-    from torch._inductor import config, standalone_compile
+    from torch._inductor import config
     from torch._inductor.utils import get_code
 
+    with config.patch(force_disable_caches=True):
+        return "\n".join(get_code(_standalone, graph_module, example_inputs))
+
+
+def _standalone(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    from torch._inductor import standalone_compile  # importing Inductor takes a second; eager users do not pay for it
+
+    # "from_graph" looks for the fake mode, whose symbols name the varying sizes, where Dynamo leaves it.
     for node in graph_module.graph.output_node().all_input_nodes:
         node.meta["example_value"] = node.meta["val"]
-    with quiet(_ARTIFACTS), config.patch(force_disable_caches=True):
-        found = get_code(
-            standalone_compile, graph_module, example_inputs, dynamic_shapes="from_graph", options=_REGIONS
-        )
-    return "\n".join(found)
+    with quiet(_ARTIFACTS):
+        return standalone_compile(graph_module, example_inputs, dynamic_shapes="from_graph", options=_REGIONS)
 
 
 def _boxed_inside(compiled: Any) -> Callable[[list[Any]], Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,39 @@ def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """True for a buffer that is part of the module's state dict."""
     return buffer not in module._non_persistent_buffers_set
+
+
+@dataclass(slots=True)
+class TensorPlace:
+    """A place in a module tree that holds a parameter or a buffer; what is tied has several."""
+
+    path: str
+    """The module's."""
+    module: nn.Module
+    key: str
+    table: dict[str, Any]
+    """The module's parameters or its buffers."""
+    held: torch.Tensor
+    """What stood there when the place was found."""
+    value: Any = None
+    """What is to stand or be written there, for whoever looks for it; None where nothing is."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}.{self.key}" if self.path else self.key
+
+    @property
+    def saved(self) -> bool:
+        """True for what a state dict holds: all but buffers that are not persistent."""
+        return is_persistent(self.module, self.key)
+
+
+def tensor_places(named: Iterable[tuple[str, nn.Module]]) -> Iterator[TensorPlace]:
+    """Every parameter and buffer right in modules, which are given with their paths."""
+    for path, module in named:
+        tables: tuple[dict[str, Any], dict[str, Any]] = (parameters_of(module), buffers_of(module))
+        for table in tables:
+            yield from (TensorPlace(path, module, key, table, held) for key, held in table.items() if held is not None)
 
 
 METADATA_TYPES: Mapping[str, frozenset[str]] = {

@@ -52,11 +52,7 @@ def defaults_of(operation: OpOverload) -> dict[str, Any]:
 
 
 def operator_named(name: str) -> Any:
-    """The operation that calls itself `aten::add.Tensor`, or the higher-order one that calls itself `cond`.
-
-    Raises:
-        AttributeError: nothing has registered it in this process.
-    """
+    """The operation that calls itself `aten::add.Tensor`, or the higher-order one that calls itself `cond`."""
     if "::" not in name:
         return getattr(torch.ops.higher_order, name)
     space, _, rest = name.partition("::")
@@ -120,11 +116,7 @@ def is_collective(target: object) -> bool:
 
 
 class CollectiveCalls(TorchDispatchMode):
-    """While regions run, compiled ones too: what is noted of the result of each of their collectives.
-
-    Args:
-        note: Given the name of an operation and the tensor that it gave.
-    """
+    """While regions run, compiled ones too: what `note` gives for the name and result of each of their collectives."""
 
     def __init__(self, note: Callable[[str, torch.Tensor], Any]) -> None:
         super().__init__()
@@ -142,8 +134,7 @@ class CollectiveCalls(TorchDispatchMode):
 class GivenCollectives(TorchDispatchMode):
     """While regions run, compiled ones too: collectives do nothing, and give what `results` say, in order.
 
-    Args:
-        results: One at a time; what a wait gives is the value, anything before it only laid out alike.
+    What a wait gives is the value, anything before it only laid out alike.
     """
 
     def __init__(self, results: Iterator[torch.Tensor]) -> None:

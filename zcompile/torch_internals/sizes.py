@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,11 +31,7 @@ def expression_of(size: torch.SymInt) -> Any:
 
 
 def size_of_expression(expression: Any, *, mode: FakeTensorMode) -> Any:
-    """The size of `expression_of` in another run of the tracer, that of `mode`.
-
-    Raises:
-        ValueError: the run knows of no such sizes of inputs.
-    """
+    """The size of `expression_of` in another run of the tracer, that of `mode`; raise ValueError for unknown sizes."""
     known = mode.shape_env.backed_var_to_val if mode.shape_env is not None else {}
     if mode.shape_env is None or not expression.free_symbols <= known.keys():
         raise ValueError(f"{expression} is of sizes that do not vary here")
@@ -47,6 +44,16 @@ def no_new_guards(mode: FakeTensorMode) -> contextlib.AbstractContextManager[Non
         return contextlib.nullcontext()
     suppressed: contextlib.AbstractContextManager[None] = mode.shape_env.suppress_guards()
     return suppressed
+
+
+def empty_laid_out(
+    shape: Sequence[Any], stride: Sequence[Any], offset: Any, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """An uninitialised tensor of this shape and strides, which begins `offset` elements into its memory."""
+    if not is_symbolic(offset) and not offset:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    extent = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return torch.empty(extent, dtype=dtype, device=device).as_strided(shape, stride, offset)
 
 
 def of_fixed_sizes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,158 @@
+"""Edits of traced graphs, before a program is read: floats as tensors, dense gradients, nested graphs written out."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile.torch_internals.operators import invoke_subgraph
+
+# -- floats of plain Python -------------------------------------------------------------------------------------------
+#
+# Dynamo takes a float that varies for a tensor of one float64, reads it by `item()`, and hands back what code makes of
+# it by `torch.scalar_tensor`. AOTAutograd knows floats in arithmetic with tensors alone: such a result would become the
+# number of the call that is traced, and each other one would be traced again.
+
+_SAME_BITS: dict[Any, Callable[..., Any]] = {
+    operator.add: torch.add,
+    operator.sub: torch.sub,
+    operator.mul: torch.mul,
+    operator.truediv: torch.true_divide,
+    operator.neg: torch.neg,
+    torch.sym_max: torch.maximum,
+    torch.sym_min: torch.minimum,
+}
+"""Operations on tensors of float64 that give what these give of Python's floats, to the last bit."""
+
+
+def varying_floats(graph: fx.Graph) -> list[fx.Node]:
+    """Where a graph of Dynamo's reads floats that vary between its calls."""
+    return [node for node in graph.find_nodes(op="call_method", target="item") if _is_float(node)]
+
+
+def give_floats_as_tensors(module: fx.GraphModule) -> None:
+    """Compute floats that are handed back as tensors of float64 are, where that gives the same bits."""
+    given = module.graph.find_nodes(op="call_function", target=torch.scalar_tensor)
+    for node in given if varying_floats(module.graph) else ():
+        with module.graph.inserting_before(node):
+            handed_back = _is_float(node.args[0]) and node.kwargs == {"dtype": torch.float64}
+            if handed_back and (made := _as_tensor(module.graph, node.args[0])) is not None:
+                node.replace_all_uses_with(made)
+                module.graph.erase_node(node)
+    module.recompile()
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("example_value"), torch.SymFloat)
+
+
+def _as_tensor(graph: fx.Graph, value: Any) -> fx.Node | None:
+    """A number as a tensor of one float64; None where bits could be others."""
+    if not _is_float(value):
+        return _float64(graph, torch.scalar_tensor, value)
+    if value.target == "item":  # in arithmetic that AOTAutograd knows, or it would take the number for a constant
+        return graph.call_function(torch.mul, (_float64(graph, torch.ones, ()), value))
+    if value.target not in _SAME_BITS:
+        return None
+    args = [_as_tensor(graph, arg) for arg in value.args]
+    return None if None in args else graph.call_function(_SAME_BITS[value.target], tuple(args))
+
+
+def _float64(graph: fx.Graph, function: Callable[..., Any], of: Any) -> fx.Node:
+    return graph.call_function(function, (of,), {"dtype": torch.float64, "device": torch.device("cpu")})
+
+
+def make_dense(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
+    """Let embeddings give dense gradients, which can be averaged and sharded; with a warning for each."""
+    for node in module.graph.nodes:
+        if not callable(node.target) or getattr(node.target, "__name__", "") not in ("embedding", "embedding_bag"):
+            continue
+        try:
+            called = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        except (TypeError, ValueError):
+            continue  # no function of torch.nn.functional
+        if called.arguments.get("sparse"):
+            called.arguments["sparse"] = False
+            node.args, node.kwargs = called.args, called.kwargs
+            name = names.get(called.arguments["weight"], "an embedding")
+            warnings.warn(f"{name}: sparse=True asks for a sparse gradient; zcompile gives a dense one", stacklevel=2)
+    module.recompile()
+
+
+# -- nested graphs ----------------------------------------------------------------------------------------------------
+#
+#     graph_0(x, w):                                t = w.t()
+#         t = w.t()                                 y = x @ t
+#         return x @ t                     ->       t_1 = w2.t()
+#     y = invoke_subgraph(graph_0, x, w)            z = y @ t_1
+#     z = invoke_subgraph(graph_0, y, w2)
+#
+# `torch.compiler.nested_compile_region` has equal blocks traced once. Passes see into all of them, as they must to
+# gather what each one reads, and equal regions compile once in any case.
+
+
+_OF_CALLS = ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr")
+"""What is known of a call, and of a graph that was traced once only for the first one."""
+
+
+def written_out(module: fx.GraphModule) -> fx.GraphModule:
+    """`module` without calls of nested graphs; the same, where it has none."""
+    calls = module.graph.find_nodes(op="call_function", target=invoke_subgraph)
+    if not calls:
+        return module
+    graph = fx.Graph()
+    values: dict[fx.Node, Any] = {}
+    end = _append(graph, module, values, None)
+    made = graph.output(end)
+    made.meta = dict(module.graph.output_node().meta)
+    return fx.GraphModule(module, graph)
+
+
+def _append(graph: fx.Graph, module: fx.GraphModule, values: dict[fx.Node, Any], call: fx.Node | None) -> Any:
+    """Append what `module` computes, for one `call` of it, to `graph`; gives what it returns.
+
+    `values`: what its values are in `graph`. Of a nested graph those of its placeholders are there.
+    """
+    for node in module.graph.nodes:
+        if node.op == "output":
+            return fx.map_arg(node.args[0], values.__getitem__)
+        if node in values:
+            continue
+        if node.target is invoke_subgraph:
+            values[node] = tuple(_called(graph, module, node, values, call))
+        elif node.target is operator.getitem and isinstance(values.get(node.args[0]), tuple):
+            values[node] = values[node.args[0]][node.args[1]]
+        elif not _is_nested(node):
+            values[node] = copied = graph.node_copy(node, values.__getitem__)
+            copied.meta = {**node.meta, **_of_call(call)}
+    raise AssertionError("a graph ends in its output")
+
+
+def _called(
+    graph: fx.Graph, module: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any], call: fx.Node | None
+) -> Sequence[Any]:
+    """What a call of a nested graph gives, written out."""
+    attribute, _, *given = node.args
+    assert isinstance(attribute, fx.Node), "the graph is an attribute"
+    nested = module.get_submodule(str(attribute.target))
+    assert isinstance(nested, fx.GraphModule), "a graph"
+    arguments = fx.map_arg(tuple(given), values.__getitem__)
+    entries = nested.graph.find_nodes(op="placeholder")
+    inside = dict(zip(entries, arguments, strict=True))
+    results: Sequence[Any] = _append(graph, nested, inside, call or node)
+    return results
+
+
+def _of_call(call: fx.Node | None) -> dict[str, Any]:
+    return {} if call is None else {key: call.meta[key] for key in _OF_CALLS if key in call.meta}
+
+
+def _is_nested(node: fx.Node) -> bool:
+    """True for the attribute of a graph that is called."""
+    return node.op == "get_attr" and bool(node.users) and all(user.target is invoke_subgraph for user in node.users)
