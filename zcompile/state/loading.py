@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +23,10 @@ from zcompile.errors import StateError
 from zcompile.torch_internals.dispatch import no_torch_function
 from zcompile.torch_internals.modules import (
     LoadedKeys,
-    buffers_of,
-    is_persistent,
+    TensorPlace,
     load_post_hooks_of,
-    parameters_of,
     submodules_of,
+    tensor_places,
 )
 
 
@@ -67,51 +66,25 @@ def _noting_like(held: torch.Tensor) -> Any:
 
 
 @dataclass
-class StatePlace:
-    """A place in the module tree that a state dict has a value for; a tied parameter has several."""
-
-    name: str
-    table: dict[str, Any]
-    key: str
-    held: torch.Tensor
-    """The shard or buffer that stands there."""
-    value: Any = None
-    """What is to be written; None where nothing is."""
-
-
-@dataclass
 class Loading:
     """What loading would write into `model`."""
 
     model: nn.Module
     extra: dict[int, Any] = field(default_factory=dict)
     """Values for modules with extra state, by their number among these."""
-    keys: Any = field(default_factory=lambda: LoadedKeys([], []))
+    keys: LoadedKeys = field(default_factory=lambda: LoadedKeys([], []))
     """What torch gives back: an object with two lists, which hooks behind loading may change."""
 
     def __post_init__(self) -> None:
-        modules = list(self.model.modules())
-        self.places = list(_places(dict(self.model.named_modules())))
-        self._extended = [module for module in modules if _has_extra_state(module)]
+        self.places = _places(self.model.named_modules())
+        self._extended = [module for module in self.model.modules() if _has_extra_state(module)]
         self._behind = [(module, dict(load_post_hooks_of(module))) for module in _in_loading_order(self.model)]
-
-    @property
-    def missing(self) -> list[str]:
-        """Names that the state does not have."""
-        missing: list[str] = self.keys.missing_keys
-        return missing
-
-    @property
-    def unexpected(self) -> list[str]:
-        """Names that the model does not have."""
-        unexpected: list[str] = self.keys.unexpected_keys
-        return unexpected
 
     def targets(self) -> dict[str, torch.Tensor | None]:
         """What there is by every name that the model's state has; None for extra state."""
         named = dict(self.model.named_modules(remove_duplicate=False))
         extra = {f"{path}._extra_state".lstrip("."): None for path, module in named.items() if _has_extra_state(module)}
-        return {place.name: place.held for place in _places(named)} | extra
+        return {place.name: place.held for place in _places(named.items())} | extra
 
     @property
     def has_post_hooks(self) -> bool:
@@ -119,12 +92,7 @@ class Loading:
         return any(hooks for _, hooks in self._behind)
 
     def look(self, state: Mapping[str, Any]) -> None:
-        """Find what `state` would write, by what the model's class does to load it.
-
-        Raises:
-            RuntimeError: torch's own, of what is in `state`.
-            StateError: the model's code puts other parameters into its place.
-        """
+        """Find what `state` would write, by what the model's class does to load it; errors of torch pass."""
         with self._noting():
             keys = type(self.model).load_state_dict(self.model, state, strict=False)
         self.keys = self.keys if keys is None else keys
@@ -151,12 +119,8 @@ class Loading:
             for module, hooks in self._behind:
                 load_post_hooks_of(module).update(hooks)
 
-    def _take(self, place: StatePlace, noting: Any) -> None:
-        """Take what was noted; a buffer that loading has made anew, as of another size, takes the place of the old one.
-
-        Raises:
-            StateError: a parameter was made anew.
-        """
+    def _take(self, place: TensorPlace, noting: Any) -> None:
+        """Take what was noted; a buffer made anew, as of another size, takes the place of the old one."""
         now: Any = place.table.get(place.key)
         if now is noting:
             place.value = None if now.zcompile_noted is now else now.zcompile_noted
@@ -175,17 +139,6 @@ class Loading:
                 hook(module, self.keys)
 
 
-def _places(named: Mapping[str, nn.Module]) -> Iterator[StatePlace]:
-    for path, module in named.items():
-        prefix = f"{path}." if path else ""
-        for key, parameter in parameters_of(module).items():
-            if parameter is not None:
-                yield StatePlace(prefix + key, parameters_of(module), key, parameter)
-        for key, buffer in buffers_of(module).items():
-            if buffer is not None and is_persistent(module, key):
-                yield StatePlace(prefix + key, buffers_of(module), key, buffer)
-
-
 @contextlib.contextmanager
 def _copies() -> Iterator[None]:
     """Inside, torch's `load_state_dict` copies into parameters, whatever it is set to do."""
@@ -195,6 +148,11 @@ def _copies() -> Iterator[None]:
         yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _places(named: Iterable[tuple[str, nn.Module]]) -> list[TensorPlace]:
+    """Where a state dict has values."""
+    return [place for place in tensor_places(named) if place.saved]
 
 
 def _has_extra_state(module: nn.Module) -> bool:

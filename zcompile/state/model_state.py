@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import os
@@ -27,20 +28,31 @@ from zcompile.runtime.groups import Communicator
 from zcompile.runtime.tensors.explained import laid_out_like
 from zcompile.runtime.tensors.owned import owner_of, part_of
 from zcompile.runtime.tensors.placement import whole_of
-from zcompile.state.checkpoint import CheckpointFolder, Writer, check_files, clear, read_manifest, typed
+from zcompile.state.checkpoint import (
+    CheckpointFolder,
+    Writer,
+    check_files,
+    clear,
+    read_manifest,
+    real,
+    typed,
+    whole_file,
+)
 from zcompile.state.loading import Loading
 from zcompile.state.optimizer_state import (
     Slots,
-    SlotShape,
+    check_alike,
+    copy_on_host,
     empty_slots,
     is_kept,
+    kept_of,
     of_one_rank,
     ordered_names,
+    parts_of_whole,
     put_together,
     split_state,
+    whole_state,
 )
-from zcompile.state.whole_files import real, whole_file
-from zcompile.state.whole_optimizer import check_alike, kept_of, parts_of_whole, whole_state
 from zcompile.torch_internals.distributed import close_connections, gloo_of, group_timeout, set_group_timeout
 from zcompile.torch_internals.dtensor import copyable, local_tensor
 from zcompile.torch_internals.modules import LoadedKeys
@@ -134,7 +146,7 @@ class ModelState:
             if is_sent or (isinstance(value, torch.Tensor) and not divided and not rank0_only):
                 value = self._sent(value, home)
             if keeps:
-                whole[name] = _own_copy(value) if isinstance(value, torch.Tensor) else value
+                whole[name] = copy_on_host(value) if isinstance(value, torch.Tensor) else value
         return whole
 
     def _sent(self, value: torch.Tensor, home: int) -> torch.Tensor:
@@ -177,7 +189,7 @@ class ModelState:
     def _send(self, found: Loading) -> None:
         """Let every rank have its part of what the first one has found."""
         shapes = [None if place.value is None else place.held.shape for place in found.places]
-        box: list[Any] = [(shapes, found.extra, found.missing, found.unexpected)]
+        box: list[Any] = [(shapes, found.extra, found.keys.missing_keys, found.keys.unexpected_keys)]
         with self.communicator.waits.explained("what is in the state dict"):
             dist.broadcast_object_list(box, group=self.communicator.group, group_src=0)
         shapes, found.extra, *keys = box[0]
@@ -229,11 +241,7 @@ class ModelState:
     def _look(
         self, found: Loading, state: Mapping[str, Any], strict: bool = True, source: str = "the state dict"
     ) -> None:
-        """Find what `state` would write.
-
-        Raises:
-            StateError: it does not fit.
-        """
+        """Find what `state` would write; raise StateError if it does not fit."""
         try:
             found.look(state)
         except RuntimeError as error:
@@ -241,7 +249,8 @@ class ModelState:
             fix = "see what hooks of loading make of it"
             raise StateError(source, f"does not load: {error}", fix) from error
         elsewhere = {place.name for place in found.places if is_elsewhere(place.held)}
-        found.missing[:] = [name for name in found.missing if name not in elsewhere]
+        missing = found.keys.missing_keys
+        missing[:] = [name for name in missing if name not in elsewhere]
         if strict and not found.has_post_hooks:
             _check_names(found, source)
         for place in found.places:
@@ -249,11 +258,7 @@ class ModelState:
                 _check_value(place.name, place.held, place.value, source)
 
     def _write(self, found: Loading, what: str, strict: bool = True) -> None:
-        """Write what is known to fit, on all ranks.
-
-        Raises:
-            StateError: names do not fit that hooks behind loading could have called right.
-        """
+        """Write what fits, on all ranks; raise StateError for names that hooks after loading do not accept."""
         with torch.no_grad():
             for place in found.places:
                 if place.value is not None and not is_elsewhere(place.held):
@@ -283,7 +288,8 @@ class ModelState:
 
         def keep() -> list[Any]:
             values.update(self.model.state_dict())  # once: hooks may be part of it
-            return [self._own_digests(values), _own(self.model)]
+            held = [name for name, parameter in self.model.named_parameters() if not is_elsewhere(parameter)]
+            return [self._own_digests(values), held]
 
         kept = self._share(f"{what}: what ranks keep", keep)
         own, names = kept[self.communicator.rank]
@@ -438,35 +444,36 @@ class ModelState:
         They are new ones: if loading fails halfway, the model and the optimizer are as they were.
         """
         folder, metadata = str(reader.path), reader.read_metadata()
-        saved: dict[tuple[str, ...], SlotShape] = {
-            tuple(metadata.planner_data[key]): SlotShape(tuple(value.size), value.properties.dtype)
+        saved: dict[tuple[str, ...], torch.Tensor] = {
+            tuple(metadata.planner_data[key]): torch.empty(value.size, dtype=value.properties.dtype, device="meta")
             for key, value in metadata.state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata)
         }
+
+        def below(*path: str) -> dict[str, torch.Tensor]:
+            return {one[len(path)]: value for one, value in saved.items() if one[:-1] == path}
+
         targets = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-        _check(targets, {path[1]: shape for path, shape in saved.items() if path[0] == "model"}, True, folder)
+        _check(targets, below("model"), True, folder)
         here = {name: value for name, value in targets.items() if not is_elsewhere(value)}
+        blob = functools.partial(torch.empty_like, device="cpu")
         content: dict[str, Any] = {"model": {name: _empty_like(value) for name, value in here.items()}}
         if optimizer is not None:
             if ("optimizer", "about") not in saved:
                 fix = f"load the model alone: load_checkpoint({folder!r})"
                 raise StateError(folder, "holds no optimizer state", fix)
-            slots: dict[str, dict[str, SlotShape]] = {}
+            slots: Slots = {}
             for path, shape in saved.items():
                 if path[:2] == ("optimizer", "state") and not is_elsewhere(targets.get(path[2])):
                     slots.setdefault(path[2], {})[path[3]] = shape
-            state: Slots = empty_slots(slots, optimizer, self.model)
-            owned = {
-                path[2]: _empty_blob(shape)
-                for path, shape in saved.items()
-                if path[:2] == ("optimizer", "owned") and path[2] in here and is_kept(here[path[2]])
-            }
-            about = _empty_blob(saved["optimizer", "about"])
-            parts = {path[2]: _empty_blob(s) for path, s in saved.items() if path[:2] == ("optimizer", "parts")}
+            state = empty_slots(slots, optimizer, self.model)
+            owned = {n: blob(s) for n, s in below("optimizer", "owned").items() if n in here and is_kept(here[n])}
+            parts = {rank: blob(shape) for rank, shape in below("optimizer", "parts").items()}
+            about = blob(saved["optimizer", "about"])
             content["optimizer"] = {"state": state, "owned": owned, "about": about, "parts": parts}
         rank = str(self.communicator.rank)
         source = rank if ("ranks", rank) in saved else "0"
-        return {**content, "ranks": {source: _empty_blob(saved["ranks", source])}}
+        return {**content, "ranks": {source: blob(saved["ranks", source])}}
 
     def _settle(self) -> None:
         """Wait for the save before this one: two at once would mix their messages."""
@@ -525,20 +532,11 @@ def _here(state: Values) -> Values:
     return {name: value for name, value in state.items() if not is_elsewhere(value)}
 
 
-def _own(model: nn.Module) -> list[str]:
-    """The parameters that this rank has."""
-    return [name for name, parameter in model.named_parameters() if not is_elsewhere(parameter)]
-
-
 # -- values ----------------------------------------------------------------------------------------------------------
 
 
 def _check(targets: Mapping[str, Any], given: Mapping[str, Any], strict: bool, source: str = "the state dict") -> None:
-    """Compare names, shapes and dtypes with what the model has.
-
-    Raises:
-        StateError: names the first that is missing, unexpected or does not fit, and counts the others.
-    """
+    """Raise StateError for the first name that is missing, unexpected or does not fit, with a count of the others."""
     missing = [name for name in targets if name not in given]
     unexpected = [name for name in given if name not in targets]
     if strict:
@@ -550,7 +548,7 @@ def _check(targets: Mapping[str, Any], given: Mapping[str, Any], strict: bool, s
 
 def _check_names(found: Loading, source: str = "the state dict") -> None:
     """Raise StateError for names that loading has missed, or found too many."""
-    _check_listed(found.missing, found.unexpected, found.targets(), source)
+    _check_listed(found.keys.missing_keys, found.keys.unexpected_keys, found.targets(), source)
 
 
 def _check_listed(missing: Sequence[str], unexpected: Sequence[str], targets: Iterable[str], source: str) -> None:
@@ -567,7 +565,7 @@ def _check_listed(missing: Sequence[str], unexpected: Sequence[str], targets: It
 
 
 def _check_value(name: str, target: torch.Tensor, value: Any, source: str) -> None:
-    if not isinstance(value, (torch.Tensor, SlotShape)):
+    if not isinstance(value, torch.Tensor):
         raise StateError(name, f"is a {type(value).__name__} in {source}, not a tensor", "give a tensor")
     if tuple(value.shape) != tuple(target.shape):
         problem = f"has shape {list(value.shape)} in {source}, and {list(target.shape)} in the model"
@@ -604,11 +602,6 @@ def for_others(value: Any) -> Any:
     return copyable(value) if shard else value
 
 
-def _own_copy(value: torch.Tensor) -> torch.Tensor:
-    """On the CPU, contiguous, in memory that no other tensor shares."""
-    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
 def _bytes(value: torch.Tensor) -> bytes:
     flat: bytes = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return flat
@@ -633,10 +626,6 @@ def _unblob(folder: Path, blob: torch.Tensor) -> Any:
         raise StateError(
             str(folder), problem, "load it where the classes that it was made of can be imported"
         ) from error
-
-
-def _empty_blob(saved: SlotShape) -> torch.Tensor:
-    return torch.empty(saved.shape, dtype=saved.dtype)
 
 
 def _writer_for(path: Path) -> Callable[[Values, Path], None]:

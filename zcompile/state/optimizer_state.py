@@ -1,35 +1,30 @@
-"""The state of an optimizer by parameter name, so that it fits every stage and world."""
+"""The state of an optimizer by parameter name, so that it fits every stage and world, and whole, for a plain model."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer
 
 from zcompile.errors import OptimizerError, StateError, nearest
-from zcompile.runtime.tensors.owned import is_here, owner_of
-from zcompile.runtime.tensors.placement import Placing
+from zcompile.runtime.groups import Communicator
+from zcompile.runtime.tensors.owned import is_here, owner_of, part_of
+from zcompile.runtime.tensors.placement import Placing, whole_of
 from zcompile.torch_internals.dtensor import local_tensor
-from zcompile.torch_internals.pytree import tree_leaves
+from zcompile.torch_internals.pytree import tree_leaves, tree_map_only
 
 Slots = dict[str, dict[str, Any]]
 """What an optimizer keeps of each parameter, by the parameter's name and its own: `exp_avg`, `step`."""
 
 HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how a step is computed: those of the optimizer that loads stay, not every stage has all of them."""
-
-
-@dataclass(frozen=True)
-class SlotShape:
-    """A tensor of a checkpoint."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -92,11 +87,7 @@ def is_kept(param: torch.Tensor) -> bool:
 
 
 def ordered_names(optimizer: Optimizer, model: nn.Module) -> list[str]:
-    """The names of an optimizer's parameters in the order in which its state dict counts them.
-
-    Raises:
-        OptimizerError: a parameter is none of the model's.
-    """
+    """Names of an optimizer's parameters, as its state dict counts them; raise OptimizerError for an unknown one."""
     known = {id(param): name for name, param in model.named_parameters()}
     names = []
     for number, group in enumerate(optimizer.param_groups):
@@ -109,11 +100,10 @@ def ordered_names(optimizer: Optimizer, model: nn.Module) -> list[str]:
     return names
 
 
-def empty_slots(saved: Mapping[str, Mapping[str, SlotShape]], optimizer: Optimizer, model: nn.Module) -> Slots:
-    """Tensors to load the saved ones into, as the optimizer would make them in this stage and world.
+def empty_slots(saved: Slots, optimizer: Optimizer, model: nn.Module) -> Slots:
+    """Tensors to load `saved` into, as the optimizer would make them in this stage and world.
 
-    Raises:
-        StateError: the checkpoint has state of a parameter that the optimizer does not have.
+    Of `saved` shapes and dtypes are read. Raise StateError for a parameter that the optimizer does not have.
     """
     names, params = ordered_names(optimizer, model), dict(model.named_parameters())
     for name in saved:
@@ -140,11 +130,7 @@ def of_one_rank(parts: Sequence[Mapping[str, Any]], elsewhere: Collection[str]) 
 
 
 def put_together(tensors: Slots, about: Mapping[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """A state dict for `optimizer.load_state_dict`, which then does not fail.
-
-    Raises:
-        StateError: the state is another kind of optimizer's, or its groups hold other parameters.
-    """
+    """A state dict for `optimizer.load_state_dict`, which then does not fail; or a StateError."""
     kind, saved = type(optimizer).__name__, about["optimizer"]
     if kind != saved:
         raise StateError("optimizer", f"is {kind}, the checkpoint holds the state of {saved}", f"load it into {saved}")
@@ -181,7 +167,7 @@ def _compare_groups(saved: list[dict[str, Any]], optimizer: Optimizer, names: li
                 raise StateError(name, f"is {where} group {number} of the optimizer", fix)
 
 
-def _scalar_slots(saved: Mapping[str, Mapping[str, SlotShape]]) -> set[str]:
+def _scalar_slots(saved: Slots) -> set[str]:
     """Slots that hold one number however large the parameter is: no DTensors in any stage.
 
     The moments of a parameter without dimensions are not among them: elsewhere they have the parameter's shape.
@@ -193,7 +179,7 @@ def _scalar_slots(saved: Mapping[str, Mapping[str, SlotShape]]) -> set[str]:
     return {slot for slot, scalar in shapes.items() if scalar == {True}}
 
 
-def _empty(value: SlotShape, param: torch.Tensor | None) -> torch.Tensor:
+def _empty(value: torch.Tensor, param: torch.Tensor | None) -> torch.Tensor:
     """An uninitialised tensor; of a sharded parameter a DTensor, divided like it where it has its shape."""
     if not isinstance(param, DTensor):
         return torch.empty(value.shape, dtype=value.dtype, device=None if param is None else param.device)
@@ -204,3 +190,129 @@ def _empty(value: SlotShape, param: torch.Tensor | None) -> torch.Tensor:
     if like:
         return Placing.of(param).place(local)
     return Placing(param.device_mesh, (Replicate(),) * param.device_mesh.ndim, torch.Size(value.shape)).place(local)
+
+
+# -- whole state ------------------------------------------------------------------------------------------------------
+
+
+StateNames = dict[str, list[str]]
+"""By a parameter's name, what a rank keeps of it."""
+
+
+def kept_of(optimizer: Optimizer, model: nn.Module) -> StateNames:
+    """What this rank has, for the others to know; raise StateError where ranks have different parameters."""
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            fix = "save it by save_checkpoint(folder, optimizer)"
+            raise StateError(name, "is on another pipeline stage, and so is what its optimizer keeps", fix)
+    apart = split_state(optimizer, model)
+    kept: StateNames = {}
+    for slots in (apart.tensors, apart.about["values"], apart.owned):
+        for name, values in slots.items():
+            kept.setdefault(name, []).extend(values)
+    return kept
+
+
+def check_alike(everyones: Sequence[StateNames], model: nn.Module) -> None:
+    """Raise StateError where ranks keep other state of what all of them have a part of: its gathers would not meet."""
+    owned = {name for name, param in model.named_parameters() if owner_of(param) is not None}
+    first, *others = [[(name, slots) for name, slots in kept.items() if name not in owned] for kept in everyones]
+    for rank, found in enumerate(others, 1):
+        if found != first:
+            name = next(name for one, other in zip_longest(found, first) if one != other for name, _ in (one or other,))
+            fix = "step the same optimizer, with the same groups, on every rank"
+            raise StateError(name, f"has other state in the optimizer of rank {rank} than in rank 0's", fix)
+
+
+@torch.no_grad()
+def whole_state(
+    optimizer: Optimizer,
+    model: nn.Module,
+    everyones: Sequence[StateNames],
+    communicator: Communicator,
+    rank0_only: bool,
+) -> dict[str, Any]:
+    """`optimizer.state_dict()` with plain tensors on the CPU in the place of shards. Collective, slot by slot.
+
+    `everyones`: `kept_of` every rank. `rank0_only`: give nothing to other ranks than the first.
+    """
+    state = optimizer.state_dict()
+    keeps = communicator.rank == 0 or not rank0_only
+    whole: dict[int, dict[str, Any]] = {}
+    for index, name in enumerate(ordered_names(optimizer, model)):
+        home = next((rank for rank, kept in enumerate(everyones) if name in kept), None)
+        if home is None:
+            continue
+        own = state["state"].get(index, {})
+        for slot in everyones[home][name]:
+            with communicator.waits.explained(f"the gather of {name}.{slot}"):
+                value = _whole(own.get(slot), everyones, name, home, communicator)
+            if keeps:
+                whole.setdefault(index, {})[slot] = value
+    return {"state": whole, "param_groups": state["param_groups"]} if keeps else {}
+
+
+def _whole(value: Any, everyones: Sequence[StateNames], name: str, home: int, communicator: Communicator) -> Any:
+    """One slot on every rank: divided, or the same on all, or on its owner alone."""
+    if not all(name in kept for kept in everyones):
+        box = [_on_host(value) if communicator.rank == home else None]
+        dist.broadcast_object_list(box, group=communicator.group, group_src=home)
+        return box[0]
+    if isinstance(value, DTensor) and owner_of(value) is None:
+        value = whole_of(value, communicator.device)
+    return _on_host(value)
+
+
+def copy_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, on the CPU, contiguous, in memory that no other tensor shares."""
+    return local_tensor(tensor).detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _on_host(value: Any) -> Any:
+    return tree_map_only(torch.Tensor, copy_on_host, value)
+
+
+@torch.no_grad()
+def parts_of_whole(state: Mapping[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """This rank's part of a whole state, for `optimizer.load_state_dict`, which then does not fail; or a StateError."""
+    _compare(state, optimizer)
+    names = ordered_names(optimizer, model)
+    given = {names[index]: slots for index, slots in state["state"].items()}
+    tensors = {
+        name: {slot: value for slot, value in slots.items() if isinstance(value, torch.Tensor)}
+        for name, slots in given.items()
+    }
+    for name, slot, value in ((name, slot, value) for name, slots in tensors.items() for slot, value in slots.items()):
+        if isinstance(value, DTensor):
+            fix = "give plain tensors: compiled.full_optimizer_state_dict(optimizer), or load it by load_state_dict"
+            raise StateError(f"{name}.{slot}", "is a DTensor, and not whole", fix)
+    parts: dict[int, dict[str, Any]] = {}
+    for name, targets in empty_slots(tensors, optimizer, model).items():
+        slots = {
+            slot: _filled(targets[slot], value) if slot in targets else value for slot, value in given[name].items()
+        }
+        parts[names.index(name)] = slots
+    return {"state": parts, "param_groups": with_own_ways(state["param_groups"], optimizer)}
+
+
+def _filled(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if isinstance(target, DTensor):
+        local_tensor(target).copy_(part_of(value, target))
+    else:
+        target.copy_(value)
+    return target
+
+
+def _compare(state: Mapping[str, Any], optimizer: Optimizer) -> None:
+    subject = "the optimizer's state dict"
+    if missing := {"state", "param_groups"}.difference(state):
+        raise StateError(subject, f"has no {min(missing)!r}", "give what optimizer.state_dict() gave")
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != own:
+        problem = f"has groups of {sizes} parameters, and the optimizer of {own}"
+        raise StateError(subject, problem, "build the optimizer with the groups that it had when it was saved")
+    unknown = [index for index in state["state"] if index not in range(sum(own))]
+    if unknown:
+        problem = f"has state of parameter {unknown[0]!r}, and the optimizer has {sum(own)} parameters"
+        raise StateError(subject, problem, "give what optimizer.state_dict() gave")
