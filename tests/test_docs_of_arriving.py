@@ -16,7 +16,7 @@ from torch import nn
 
 import zcompile
 from zcompile import errors
-from zcompile.tools.migration.files import migrated
+from zcompile.tools.migration import migrated
 
 ROOT = Path(__file__).parent.parent
 ERRORS = (ROOT / "docs" / "errors.md").read_text()

@@ -21,7 +21,7 @@ from tests.cases import quickly
 from zcompile import OptionError, SubjectError
 from zcompile.schedule.options import Options
 from zcompile.tools import command_line
-from zcompile.tools.migration.files import migrated
+from zcompile.tools.migration import migrated
 
 ARGS = SimpleNamespace(
     bf16=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,17 @@ def sharded(model: nn.Module, optimizers: Iterable[Optimizer], options: Mapping[
 
 def holds_any(optimizer: Optimizer, model: nn.Module) -> bool:
     """True if the optimizer has a parameter of the model."""
-    params = {id(param) for param in model.parameters()}
-    return any(id(param) in params for group in optimizer.param_groups for param in group["params"])
+    return any(_are_held(optimizer, model))
 
 
 def holds_others(optimizer: Optimizer, model: nn.Module) -> bool:
     """True if it has parameters beside those of the model."""
+    return not all(_are_held(optimizer, model))
+
+
+def _are_held(optimizer: Optimizer, model: nn.Module) -> Iterator[bool]:
     params = {id(param) for param in model.parameters()}
-    return any(id(param) not in params for group in optimizer.param_groups for param in group["params"])
+    return (id(param) in params for group in optimizer.param_groups for param in group["params"])
 
 
 FOLDER = "zcompile"

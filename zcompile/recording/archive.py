@@ -1,22 +1,36 @@
-"""A recording as it is read: each file is compared with its checksum, and what is wrong is an error that names it."""
+"""A recording as it is read, with its programs and values: each file is compared with its checksum.
+
+What is wrong is an error that names the file.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from zcompile.errors import ReplayError
+from zcompile.errors import ParseError, ReplayError
 from zcompile.ir.operation import Phase
+from zcompile.ir.parser import parse
+from zcompile.ir.program import Program
+from zcompile.ir.region import Region
 from zcompile.recording.recording import FORMAT, INDEX, rank_folder
-from zcompile.recording.values import Tensor, digest_of
+from zcompile.recording.values import Described, RecordedUnit, Tensor, digest_of, dtype_named
+from zcompile.runtime.executor import Gradients
+from zcompile.runtime.shards import Full, UnitShards
+from zcompile.torch_internals.pytree import tree_map_only
+from zcompile.torch_internals.sizes import FakeTensorMode, empty_laid_out
 
-_AGAIN = "record the step again"
+
+def damaged(subject: str | Path, problem: str) -> ReplayError:
+    """The error for what of a recording cannot be used."""
+    return ReplayError(str(subject), problem, "record the step again")
 
 
 @dataclass(frozen=True)
@@ -51,10 +65,10 @@ class Archive:
             outer = json.loads(path.read_text())
             index: str = outer["index"]
             if digest_of(index.encode()) != outer["checksum"]:
-                raise ReplayError(str(path), "was edited: it is not what its checksum is of", _AGAIN)
+                raise damaged(path, "was edited: it is not what its checksum is of")
             found: dict[str, Any] = json.loads(index)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ReplayError(str(path), f"is no index of a recording: {error}", _AGAIN) from error
+            raise damaged(path, f"is no index of a recording: {error}") from error
         return found
 
     def _check_versions(self) -> None:
@@ -67,11 +81,7 @@ class Archive:
 
     @cached_property
     def runs(self) -> list[ArchivedRun]:
-        """The runs, in order.
-
-        Raises:
-            ReplayError: there is none.
-        """
+        """The runs, in order; raise ReplayError if there is none."""
         found = [ArchivedRun(**{**run, "phase": Phase(run["phase"])}) for run in self.about["runs"]]
         if not found:
             fix = "record a call of the model: `record=` waits for the first one that trains"
@@ -80,11 +90,7 @@ class Archive:
 
     @property
     def device(self) -> torch.device:
-        """The device that this process replays on: of the recorded kind.
-
-        Raises:
-            ReplayError: this machine has none.
-        """
+        """The device of the recorded kind that this process replays on; raise ReplayError if there is none."""
         recorded = torch.device(self.about["device"])
         if recorded.type == "cpu":
             return recorded
@@ -95,20 +101,17 @@ class Archive:
         return torch.device(recorded.type, torch.accelerator.current_device_index())
 
     def text(self, name: str) -> str:
-        """A text of the recording.
+        """A text of the recording; raise ReplayError if it is missing, truncated or edited."""
+        return self._content(self.home / name, self.about["files"].get(name)).decode()
 
-        Raises:
-            ReplayError: it is missing, truncated or edited.
-        """
-        path = self.home / name
+    def _content(self, path: Path, digest: str | None) -> bytes:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise ReplayError(str(path), f"cannot be read: {error.strerror}", _AGAIN) from error
-        if digest_of(content) != self.about["files"].get(name):
-            problem = f"was truncated or edited: its {len(content)} bytes are not what was recorded"
-            raise ReplayError(str(path), problem, _AGAIN)
-        return content.decode()
+            raise damaged(path, f"cannot be read: {error.strerror}") from error
+        if digest_of(content) != digest:
+            raise damaged(path, f"was truncated or edited: its {len(content)} bytes are not what was recorded")
+        return content
 
     def calls(self, run: ArchivedRun) -> dict[str, Any]:
         """What was recorded of a run: states of random generators before it, and its calls."""
@@ -116,23 +119,12 @@ class Archive:
         try:
             found: dict[str, Any] = json.loads(text)
         except ValueError as error:
-            raise ReplayError(str(self.home / f"{run.name}.json"), f"is no record of a run: {error}", _AGAIN) from error
+            raise damaged(self.home / f"{run.name}.json", f"is no record of a run: {error}") from error
         return found
 
     def tensor(self, noted: Tensor) -> torch.Tensor:
-        """A tensor whose bytes were kept.
-
-        Raises:
-            ReplayError: they are missing, or not those that were recorded.
-        """
-        path = self.home / "values" / f"{noted.digest}.bin"
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ReplayError(str(path), f"cannot be read: {error.strerror}", _AGAIN) from error
-        if digest_of(content) != noted.digest:
-            problem = f"was truncated or edited: its {len(content)} bytes are not what was recorded"
-            raise ReplayError(str(path), problem, _AGAIN)
+        """A tensor whose bytes were kept; raise ReplayError if they are missing, or not those that were recorded."""
+        content = self._content(self.home / "values" / f"{noted.digest}.bin", noted.digest)
         device = torch.device(noted.device)
         return noted.made(content, device if device.type == "cpu" else self.device)
 
@@ -157,3 +149,88 @@ def _other_ranks(folder: Path) -> str:
         return "give the folder of zcompile.compile(..., record=FOLDER) or compiled.record(FOLDER)"
     shown = ", ".join(map(str, ranks[:12])) + (", ..." if len(ranks) > 12 else "")
     return f"there are recordings of ranks {shown}"
+
+
+# -- values and programs made again -----------------------------------------------------------------------------------
+
+
+Find = Callable[[Tensor], torch.Tensor]
+
+
+def rebuilt(value: Described, program: Program, find: Find) -> Any:
+    """A value that was recorded; `find` gives tensors."""
+    kind = value["kind"]
+    if kind == "tensor":
+        return find(Tensor.read(value))
+    if kind == "number":
+        return value["value"]
+    items = [rebuilt(item, program, find) for item in value.get("items", ())]
+    match kind:
+        case "list":
+            return items
+        case "full":
+            return Full(program.layout.unit(value["unit"]), items)
+        case "gradients":
+            return Gradients(cast(UnitShards, None), dict(zip(value["names"], items, strict=True)), value["held"])
+        case "unit":
+            return RecordedUnit(program.layout.unit(value["unit"]), items)
+    return None
+
+
+def read_program(archive: Archive, folder: str) -> Program:
+    """A program of a recording, its regions' values laid out as when they were traced; or a ReplayError."""
+    text, name = archive.text(f"{folder}/program.py"), str(archive.home / folder / "program.py")
+    values: Mapping[str, Any] = json.loads(archive.text(f"{folder}/regions.json"))
+    for region, about in values.items():
+        if about["graphs"]:
+            problem = (
+                f"{region} calls graphs of its own ({', '.join(about['graphs'])}), which programs have no text for"
+            )
+            raise ReplayError(name, problem, "compile without what makes them, such as flex_attention or torch.cond")
+    try:
+        program = parse(text)
+    except ParseError as error:
+        raise ReplayError(f"{name}, {error.subject}", error.problem, error.fix) from error
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for found in program.regions.values():
+        _lay_out(found, values[found.name]["values"], archive.device, mode, name)
+    return program
+
+
+def varying(archive: Archive, folder: str) -> frozenset[str]:
+    """The regions of a program that were compiled for any size of some dimension."""
+    about = json.loads(archive.text(f"{folder}/regions.json"))
+    return frozenset(name for name, one in about.items() if any(value["varies"] for value in _flat(one["values"])))
+
+
+def _flat(values: Any) -> Iterator[dict[str, Any]]:
+    for one in values if isinstance(values, list) else [values]:
+        if isinstance(one, list):
+            yield from _flat(one)
+        elif one is not None:
+            yield one
+
+
+def _lay_out(region: Region, values: Sequence[Any], device: torch.device, mode: FakeTensorMode, name: str) -> None:
+    """Give the nodes of a region that was parsed the values that were traced; devices are those of this process."""
+    nodes = list(region.printed_nodes())
+    if len(nodes) != len(values):
+        problem = f"{region.name} has {len(nodes)} values, and {len(values)} were recorded"
+        raise damaged(name, problem)
+    for node, value in zip(nodes, values, strict=True):
+        if value is not None:
+            node.meta["val"] = _fake(value, device, mode)
+    for node in region.graph.nodes:
+        node.args, node.kwargs = tree_map_only(
+            torch.device, lambda one: one if one.type == "cpu" else device, (node.args, node.kwargs)
+        )
+
+
+def _fake(value: Any, device: torch.device, mode: FakeTensorMode) -> Any:
+    if isinstance(value, list):
+        return tuple(None if one is None else _fake(one, device, mode) for one in value)
+    shape, stride, offset = value["shape"], value["stride"], value["offset"]
+    dtype = dtype_named(value["dtype"])
+    place = device if torch.device(value["device"]).type != "cpu" else torch.device("cpu")
+    with mode:
+        return empty_laid_out(shape, stride, offset, dtype, place)

@@ -257,12 +257,7 @@ class Run:
 
 
 class Recordings:
-    """Whether the runs of a model are recorded, and where.
-
-    Args:
-        folder: For a recording of the first step of training, if that is asked for.
-        origin: Where recordings are made.
-    """
+    """Whether the runs of a model are recorded, and where; `folder`: for a recording of the first step of training."""
 
     def __init__(self, folder: str | os.PathLike[str] | None, origin: Origin) -> None:
         self.origin = origin
@@ -282,11 +277,7 @@ class Recordings:
 
     @contextlib.contextmanager
     def into(self, folder: str | os.PathLike[str]) -> Iterator[None]:
-        """Record all runs inside.
-
-        Raises:
-            OptionError: a recording is being made, or none can be made there.
-        """
+        """Record all runs inside; raise OptionError while another recording is being made."""
         self._end_first()
         if self.current is not None:
             problem = f"one is being made in {self.current.home}"

@@ -9,12 +9,13 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from zcompile.ir.layout import Unit
 from zcompile.runtime.executor import BoundUnit, Gradients, InsideAverages
-from zcompile.runtime.shards import Full
+from zcompile.runtime.shards import Full, UnitShards
 from zcompile.torch_internals.sizes import is_symbolic
 
 Described = dict[str, Any]
@@ -74,11 +75,7 @@ class Tensor:
         return (self.dtype, self.shape, self.digest) == (other.dtype, other.shape, other.digest)
 
     def made(self, content: bytes, device: torch.device) -> torch.Tensor:
-        """The tensor again, in memory of its own that begins where the recorded one did within a cache line.
-
-        Raises:
-            ValueError, RuntimeError: `content` is not what it is made of.
-        """
+        """The tensor again, in memory of its own that begins where the recorded one did within a cache line."""
         dtype = dtype_named(self.dtype)
         flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
         value = flat.reshape(self.shape).to(device)
@@ -105,12 +102,24 @@ class Tensor:
         return False
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype that torch calls so.
+@dataclass(frozen=True)
+class RecordedUnit:
+    """A unit as the program of one rank sees it, without groups: its parameters as they were."""
 
-    Raises:
-        ValueError: there is none.
-    """
+    unit: Unit
+    tensors: Sequence[torch.Tensor]
+
+    @property
+    def shards(self) -> UnitShards:
+        """Nothing that the program of one rank alone does with shards is done with these."""
+        return cast(UnitShards, None)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.tensors[index]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that torch calls so; raise ValueError if there is none."""
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
@@ -147,19 +156,16 @@ def described(value: Any, note: Callable[[torch.Tensor], Tensor]) -> Described:
             return {"kind": "number", "value": value}
         case list() | tuple():
             return {"kind": "list", "items": listed(value)}
-        case Full():
-            names = list(value.unit.names)
-            return {"kind": "full", "unit": value.unit.name, "names": names, "items": listed(value.tensors)}
-        case Gradients():
-            own = list(value.tensors.values())
-            return {"kind": "gradients", "names": list(value.tensors), "held": value.held, "items": listed(own)}
-        case InsideAverages():
-            parts = {param.name: part for param, part in value.parts()}
-            return {"kind": "gradients", "names": list(parts), "held": False, "items": listed(list(parts.values()))}
+        case Gradients() | InsideAverages():
+            parts = value.tensors if isinstance(value, Gradients) else {one.name: part for one, part in value.parts()}
+            held = isinstance(value, Gradients) and value.held
+            return {"kind": "gradients", "names": list(parts), "held": held, "items": listed(list(parts.values()))}
         case BoundUnit():
             own = [value.shards.local(param) for param in value.unit.params]
-            names = list(value.unit.names)
-            return {"kind": "unit", "unit": value.unit.name, "names": names, "items": listed(own)}
+            return {"kind": "unit", "unit": value.unit.name, "names": list(value.unit.names), "items": listed(own)}
+        case Full() | RecordedUnit():
+            kind, names = "full" if isinstance(value, Full) else "unit", list(value.unit.names)
+            return {"kind": kind, "unit": value.unit.name, "names": names, "items": listed(value.tensors)}
     return {"kind": "other"}
 
 

@@ -181,7 +181,7 @@ def migrate_command(
 
     What is printed is Python: what is not code is a comment.
     """
-    from zcompile.tools.migration.files import migrated
+    from zcompile.tools.migration import migrated
 
     print(migrated(file).text, end="")
 

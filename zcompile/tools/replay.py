@@ -20,20 +20,18 @@ from zcompile.engine.region_cache import RegionCache
 from zcompile.errors import ParseError, ReplayError
 from zcompile.ir.parser import value_of
 from zcompile.ir.program import Program
-from zcompile.recording.archive import Archive, ArchivedRun
-from zcompile.recording.rebuilding import RecordedUnit, read_program, rebuilt, varying
+from zcompile.recording.archive import Archive, ArchivedRun, damaged, read_program, rebuilt, varying
 from zcompile.recording.recording import GIVEN, with_numerics
-from zcompile.recording.values import Described, Tensor, dtype_named, labels_of, leaves_of
+from zcompile.recording.values import Described, RecordedUnit, Tensor, described, dtype_named, labels_of, leaves_of
 from zcompile.runtime.device import generators_of
-from zcompile.runtime.executor import Gradients, accumulate, add, copy, plus, release, store, write
+from zcompile.runtime.executor import accumulate, add, copy, plus, release, store, write
 from zcompile.runtime.low_precision import as_sent
 from zcompile.runtime.shards import Full
-from zcompile.tools.replay_origins import NonFinite, RunLine, Tracer
+from zcompile.tools.replay_origins import NonFinite, RunLine, Tracer, generators_back
 from zcompile.tools.replay_sizes import for_any_size
 from zcompile.torch_internals.inductor import prepare_inductor
 from zcompile.torch_internals.operators import GivenCollectives, is_collective
 
-_AGAIN = "record the step again"
 _COMPUTED: Mapping[str, Callable[..., Any]] = {
     "accumulate": accumulate,
     "add": add,
@@ -113,15 +111,11 @@ class Stop:
 
 @dataclass
 class Replay:
-    """The recorded runs of one rank, to be run again.
-
-    Args:
-        archive: The recording.
-        trace: Look for what made non-finite values within regions.
-    """
+    """The recorded runs of one rank, to be run again."""
 
     archive: Archive
     trace: bool = True
+    """Look for what made non-finite values within regions."""
     findings: dict[str, NonFinite] = field(default_factory=dict)
     """The first NaN and the first infinity, once they were met."""
     made: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -133,11 +127,7 @@ class Replay:
     _programs: dict[str, tuple[Program, Mapping[str, Callable[..., Any]]]] = field(default_factory=dict)
 
     def lines(self, until: str = "") -> Iterator[ReplayedLine]:
-        """Run line by line, up to and with the line `until`.
-
-        Raises:
-            ReplayError: a file that is damaged, a line that is not there, or one that cannot run.
-        """
+        """Run line by line, up to and with the line `until`; raise ReplayError for what is damaged or cannot run."""
         stop = Stop.parse(until)
         runs = self.archive.runs
         if until and not any(stop.is_in(run) for run in runs):
@@ -148,7 +138,7 @@ class Replay:
             raise ReplayError(until, "no line that has run gives a value of this name", fix)
         wanted = self._wanted(runs)
         about = self.archive.about
-        with with_numerics(about["numerics"]), _generators_back(self.archive.device), torch.no_grad():
+        with with_numerics(about["numerics"]), generators_back(self.archive.device), torch.no_grad():
             for run in runs:
                 with _readable(self.archive, run):
                     replayed = RunReplay(self, run, wanted)
@@ -162,8 +152,7 @@ class Replay:
 
     def _names(self, name: str, run: ArchivedRun) -> bool:
         """True if a line of a run gives a value of this name."""
-        statements = [one for one in function_of(self.archive, run).body if _call_of(one) is not None]
-        return any(name in [target.lstrip("*") for target in _targets(one)] for one in statements)
+        return any(name in line.names for line in lines_of(self.archive, run))
 
     def _wanted(self, runs: Sequence[ArchivedRun]) -> set[str]:
         """The lines whose values later runs take."""
@@ -205,7 +194,7 @@ class Replay:
             return self.archive.tensor(noted)
         run, call, item = noted.place.split()
         if noted.place not in self.made:
-            raise ReplayError(f"{run}.json", f"call {call} gave no value {item}, which a later run takes", _AGAIN)
+            raise damaged(f"{run}.json", f"call {call} gave no value {item}, which a later run takes")
         return self.made[noted.place]
 
 
@@ -221,42 +210,66 @@ class NonFiniteValue:
 
 
 def first_recorded(archive: Archive, kind: str) -> NonFiniteValue | None:
-    """The first value of a recording with NaN (`kind` "nan") or infinite elements ("inf").
-
-    Raises:
-        ReplayError: a text is damaged.
-    """
+    """The first value of a recording with NaN (`kind` "nan") or infinite elements ("inf")."""
     for run in archive.runs:
-        statements = [one for one in function_of(archive, run).body if _call_of(one) is not None]
-        for statement, call in zip(statements, archive.calls(run)["calls"], strict=False):
-            labels = labels_of(call["gives"], _targets(statement))
+        for line, call in zip(lines_of(archive, run), archive.calls(run)["calls"], strict=False):
+            labels = labels_of(call["gives"], line.targets)
             for name, one in zip(labels, leaves_of(call["gives"]), strict=True):
                 if one.get(kind):
-                    return NonFiniteValue(run, statement.lineno, shown(statement), name, one[kind])
+                    return NonFiniteValue(run, line.number, line.shown, name, one[kind])
     return None
 
 
-def shown(statement: ast.stmt) -> str:
-    """The text of a line, in one."""
-    call = _call_of(statement)
-    text = ast.unparse(call if call is not None and ast.unparse(call.func) == "unbox" else statement)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+@dataclass(frozen=True)
+class CallLine:
+    """A line of the text of a phase: a call, and what its results are bound to."""
+
+    number: int
+    statement: ast.stmt
+    call: ast.Call
+    targets: Sequence[str]
+    """With `*` that of a list."""
+    is_spread: bool
+    """Whether each target is bound to a part of the result."""
+    deleted: list[str] = field(default_factory=list)
+    """Names that are deleted behind it."""
+
+    @property
+    def operation(self) -> str:
+        return ast.unparse(self.call.func)
+
+    @property
+    def names(self) -> list[str]:
+        return [name.lstrip("*") for name in self.targets]
+
+    @property
+    def shown(self) -> str:
+        """Its text, in one line."""
+        text = ast.unparse(self.call if self.operation == "unbox" else self.statement)
+        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
-def function_of(archive: Archive, run: ArchivedRun) -> ast.FunctionDef:
-    """The text of a phase that ran, parsed.
-
-    Raises:
-        ReplayError: it is damaged.
-    """
+def lines_of(archive: Archive, run: ArchivedRun) -> list[CallLine]:
+    """The text of a phase that ran, parsed; raise ReplayError if it is damaged."""
     name = f"{run.program}/{run.phase}.py"
     try:
         found = ast.parse(archive.text(name)).body
     except SyntaxError as error:
-        raise ReplayError(str(archive.home / name), f"line {error.lineno}: {error.msg}", _AGAIN) from error
+        raise damaged(archive.home / name, f"line {error.lineno}: {error.msg}") from error
     if len(found) != 1 or not isinstance(found[0], ast.FunctionDef):
-        raise ReplayError(str(archive.home / name), "is not one function", _AGAIN)
-    return found[0]
+        raise damaged(archive.home / name, "is not one function")
+    lines = list[CallLine]()
+    for one in found[0].body:
+        match one:
+            case ast.Assign(targets=[ast.Tuple(elts=elements)], value=ast.Call() as call):
+                lines.append(CallLine(one.lineno, one, call, [ast.unparse(element) for element in elements], True))
+            case ast.Assign(targets=[target], value=ast.Call() as call):
+                lines.append(CallLine(one.lineno, one, call, [ast.unparse(target)], False))
+            case ast.Expr(value=ast.Call() as call):
+                lines.append(CallLine(one.lineno, one, call, [""], False))
+            case ast.Delete(targets=targets) if lines:
+                lines[-1].deleted.extend(map(ast.unparse, targets))
+    return lines
 
 
 def _described(calls: Mapping[str, Any]) -> Iterator[Described]:
@@ -268,30 +281,14 @@ def _described(calls: Mapping[str, Any]) -> Iterator[Described]:
 
 @contextlib.contextmanager
 def _readable(archive: Archive, run: ArchivedRun) -> Iterator[None]:
-    """What is read inside of a run has the form of a record.
-
-    Raises:
-        ReplayError: it has not.
-    """
+    """Raise ReplayError where what is read inside of a run has not the form of a record."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ReplayError):
             raise
         problem = f"is no record of a run: {type(error).__name__}: {error}"
-        raise ReplayError(str(archive.home / f"{run.name}.json"), problem, _AGAIN) from error
-
-
-@contextlib.contextmanager
-def _generators_back(device: torch.device) -> Iterator[None]:
-    """Random generators as they were, afterwards."""
-    generators = generators_of(device)
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        raise damaged(archive.home / f"{run.name}.json", problem) from error
 
 
 class _UnreadMemory:
@@ -308,81 +305,68 @@ class RunReplay:
         self.replay, self.run, self.wanted = replay, run, wanted
         self.archive = replay.archive
         self.file = str(self.archive.home / f"{run.program}/{run.phase}.py")
-        self.text = self.archive.text(f"{run.program}/{run.phase}.py")
         self.recorded = self.archive.calls(run)
         self.program, self.regions = replay.program(run)
         self.tracer = Tracer(self.program, run.phase, self.archive.device)
         self.names: dict[str, Any] = {"box": None}
         self.units: dict[str, RecordedUnit] = {}
-        self.function = function_of(self.archive, run)
+        self.text_lines = lines_of(self.archive, run)
 
     def last_line(self, stop: Stop) -> int | None:
-        """The number of the line to stop behind; None if it is not in this run.
-
-        Raises:
-            ReplayError: the text has no such line.
-        """
-        statements = [one for one in self.function.body if _call_of(one) is not None]
-        count = len(self.text.splitlines())
-        if stop.line:
-            before = [one.lineno for one in statements if one.lineno <= stop.line]
-            if stop.line > count or not before:
-                fix = f"give one from {statements[0].lineno} to {count}"
-                raise ReplayError(f"{self.file}, line {stop.line}", "there is no line to stop behind", fix)
-            return before[-1]
-        return next(
-            (one.lineno for one in statements if stop.name in [name.lstrip("*") for name in _targets(one)]), None
-        )
+        """The number of the line to stop after; None if it is not in this run. Raise ReplayError for no line."""
+        if not stop.line:
+            return next((line.number for line in self.text_lines if stop.name in line.names), None)
+        count = len(self.archive.text(f"{self.run.program}/{self.run.phase}.py").splitlines())
+        before = [line.number for line in self.text_lines if line.number <= stop.line]
+        if stop.line > count or not before:
+            fix = f"give one from {self.text_lines[0].number} to {count}"
+            raise ReplayError(f"{self.file}, line {stop.line}", "there is no line to stop behind", fix)
+        return before[-1]
 
     def lines(self, last: int | None) -> Iterator[ReplayedLine]:
         """Run its lines up to and with that at line `last`; None: all."""
         self._set_generators()
-        numbers = iter(range(len(self.function.body)))
-        for statement in self.function.body:
-            call = _call_of(statement)
-            if isinstance(statement, ast.Delete):
-                for target in statement.targets:
-                    self.names.pop(ast.unparse(target), None)
-            if call is None:
-                continue
-            number = next(numbers)
+        for number, line in enumerate(self.text_lines):
             if number >= len(self.recorded["calls"]):
-                self._end(statement)
+                self._end(line)
                 return
-            yield self._line(statement, call, number)
-            if statement.lineno == last:
+            yield self._line(line, number)
+            if line.number == last:
                 return
+            for name in line.deleted:
+                self.names.pop(name, None)
 
-    def _end(self, statement: ast.stmt) -> None:
-        """The record ends before `statement`, which failed.
+    def _at(self, number: int) -> str:
+        return f"{self.file}, line {number}"
 
-        Raises:
-            ReplayError: it did not, so calls are missing.
-        """
-        where = f"{self.file}, line {statement.lineno}"
+    def _end(self, line: CallLine) -> None:
+        """The record ends before `line`, which failed; raise ReplayError if it did not, so that calls are missing."""
+        where = self._at(line.number)
         if not self.run.raised:
-            raise ReplayError(where, "has no record, though the run came to its end", _AGAIN)
-        self.replay.failure = f"{self.run.name} failed at {where}:\n    {shown(statement)}\n  {self.run.raised}"
+            raise damaged(where, "has no record, though the run came to its end")
+        self.replay.failure = f"{self.run.name} failed at {where}:\n    {line.shown}\n  {self.run.raised}"
 
-    def _line(self, statement: ast.stmt, call: ast.Call, number: int) -> ReplayedLine:
-        recorded, operation = self.recorded["calls"][number], ast.unparse(call.func)
-        where = f"{self.file}, line {statement.lineno}"
+    def _line(self, line: CallLine, number: int) -> ReplayedLine:
+        recorded, operation, where = self.recorded["calls"][number], line.operation, self._at(line.number)
         if recorded["function"] != operation:
-            problem = f"calls {operation}, where {recorded['function']} was recorded"
-            raise ReplayError(where, problem, _AGAIN)
+            raise damaged(where, f"calls {operation}, where {recorded['function']} was recorded")
         try:
-            result = self._called(call, operation, recorded)
-            given = self._compared(operation, result, recorded["gives"], number, statement)
+            result = self._called(line.call, operation, recorded)
+            given = self._compared(line, result, recorded["gives"], number)
         except ReplayError:
             raise
         except Exception as error:
-            raise ReplayError(where, f"cannot run again: {type(error).__name__}: {error}", _AGAIN) from error
-        self._bind(statement, result)
+            raise damaged(where, f"cannot run again: {type(error).__name__}: {error}") from error
+        if line.is_spread:
+            for index, name in enumerate(line.targets):
+                self.names[name.lstrip("*")] = list(result[index:]) if name.startswith("*") else result[index]
+        elif isinstance(line.statement, ast.Assign):
+            self.names[line.targets[0]] = result
         if self.replay.trace:
             found = [(one.name, one.noted) for one in given]
-            place = RunLine(f"{self.run.name}, line {statement.lineno} of {self.run.phase}.py", shown(statement))
+            place = RunLine(f"{self.run.name}, line {line.number} of {self.run.phase}.py", line.shown)
             self.tracer.look(self.replay.findings, place, operation, result, found)
-        return ReplayedLine(self.run, statement.lineno, operation, given)
+        return ReplayedLine(self.run, line.number, operation, given)
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -410,7 +394,7 @@ class RunReplay:
             return value_of(expression, self.names)
         except ParseError as error:
             problem = f"{ast.unparse(expression)!r} is nothing that a line takes"
-            raise ReplayError(f"{self.file}, line {expression.lineno}", problem, _AGAIN) from error
+            raise damaged(self._at(expression.lineno), problem) from error
 
     @contextlib.contextmanager
     def _collectives(self, recorded: Mapping[str, Any]) -> Iterator[None]:
@@ -431,37 +415,27 @@ class RunReplay:
         for generator, state in zip(generators_of(self.archive.device), self.recorded["generators"], strict=True):
             generator.set_state(self.replay.found(Tensor.read(state)).cpu())
 
-    # -- values ---------------------------------------------------------------------------------------------------
-
-    def _bind(self, statement: ast.stmt, result: Any) -> None:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=name)]):
-                self.names[name] = result
-            case ast.Assign(targets=[ast.Tuple(elts=elements)]):
-                for index, element in enumerate(elements):
-                    if isinstance(element, ast.Starred):
-                        self.names[ast.unparse(element.value)] = list(result[index:])
-                    else:
-                        self.names[ast.unparse(element)] = result[index]
-
-    def _compared(
-        self, operation: str, result: Any, recorded: Described, number: int, statement: ast.stmt
-    ) -> list[Value]:
+    def _compared(self, line: CallLine, result: Any, recorded: Described, number: int) -> list[Value]:
         """The tensors of a result beside the recorded ones."""
-        before, after = list(leaves_of(recorded)), list(_tensors(result))
+        tensors: list[torch.Tensor] = []
+
+        def noted_here(tensor: torch.Tensor) -> Tensor:
+            tensors.append(tensor)
+            return Tensor.of(tensor)[0]
+
+        before, after = list(leaves_of(recorded)), list(leaves_of(described(result, noted_here)))
         if len(before) != len(after):
-            problem = f"{operation} gives {len(after)} values, where {len(before)} were recorded"
-            raise ReplayError(f"{self.file}, line {statement.lineno}", problem, _AGAIN)
+            problem = f"{line.operation} gives {len(after)} values, where {len(before)} were recorded"
+            raise damaged(self._at(line.number), problem)
         stale = self._stale(result) if isinstance(result, Full) else ()
-        values, given, item = [], operation in GIVEN, 0
-        for name, was, tensor in zip(labels_of(recorded, _targets(statement)), before, after, strict=True):
-            if was["kind"] == "tensor":
-                if (place := f"{self.run.name} {number} {item}") in self.wanted:
-                    self.replay.made[place] = tensor
-                item += 1
-            kept = Tensor.read(was) if was["kind"] == "tensor" else Tensor.of(torch.tensor(was["value"]))[0]
-            noted, _ = Tensor.of(tensor)
-            verdict = _verdict(kept, noted, given=given and kept.place in ("", "file"))
+        values, is_given, items = [], line.operation in GIVEN, iter(range(len(before)))
+        left = iter(tensors)
+        for name, was, now in zip(labels_of(recorded, line.targets), before, after, strict=True):
+            tensor = next(left) if now["kind"] == "tensor" else torch.tensor(now["value"])
+            if was["kind"] == "tensor" and (place := f"{self.run.name} {number} {next(items)}") in self.wanted:
+                self.replay.made[place] = tensor
+            kept, noted = _leaf(was), _leaf(now)
+            verdict = _verdict(kept, noted, given=is_given and kept.place in ("", "file"))
             values.append(Value(name, Verdict.STALE if name in stale else verdict, noted, tensor))
         return values
 
@@ -494,34 +468,6 @@ def _verdict(was: Tensor, now: Tensor, *, given: bool) -> Verdict:
     return Verdict.EQUAL if was.stride == now.stride else Verdict.STRIDES
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of what a line gives, in the order of the record; a number is one without dimensions."""
-    match value:
-        case torch.Tensor():
-            yield value
-        case bool() | int() | float():
-            yield torch.tensor(value)
-        case list() | tuple():
-            yield from (tensor for one in value for tensor in _tensors(one))
-        case Full() | RecordedUnit():
-            yield from (tensor for tensor in value.tensors if tensor is not None)
-        case Gradients():
-            yield from value.tensors.values()
-
-
-def _call_of(statement: ast.stmt) -> ast.Call | None:
-    """The call that a line is."""
-    match statement:
-        case ast.Assign(value=ast.Call() as call) | ast.Expr(value=ast.Call() as call):
-            return call
-    return None
-
-
-def _targets(statement: ast.stmt) -> list[str]:
-    """The names that a line binds; with `*` that of a list."""
-    match statement:
-        case ast.Assign(targets=[ast.Tuple(elts=elements)]):
-            return [ast.unparse(element) for element in elements]
-        case ast.Assign(targets=[target]):
-            return [ast.unparse(target)]
-    return [""]
+def _leaf(value: Described) -> Tensor:
+    """A tensor of a described value; a number is one without dimensions."""
+    return Tensor.read(value) if value["kind"] == "tensor" else Tensor.of(torch.tensor(value["value"]))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -134,16 +135,10 @@ class Tracer:
     def _of_operations(self, kind: str, region: Region) -> Iterator[str]:
         """The operation that made it, of those of a region, run one by one."""
         watched = _Watched(operations_of(region))
-        generators = generators_of(self.device)
-        after = [generator.get_state() for generator in generators]
-        for generator, state in zip(generators, self._states, strict=True):
-            generator.set_state(state)
-        try:
-            taken = [self._given[i] if item is None else self._given[i][item] for i, item in region.takes]
-            watched.run(*taken)
-        finally:
-            for generator, state in zip(generators, after, strict=True):
+        with generators_back(self.device):
+            for generator, state in zip(generators_of(self.device), self._states, strict=True):
                 generator.set_state(state)
+            watched.run(*(self._given[i] if item is None else self._given[i][item] for i, item in region.takes))
         text = region_text(region)
         if kind not in watched.first:
             yield f"Run one by one, no operation of {region.name} makes one: it comes of how the backend fuses them."
@@ -156,6 +151,18 @@ class Tracer:
         if kind == "nan" and (inf := watched.first.get("inf")) is not None and inf.node is not made.node:
             yield "Before it, the first infinity of the region was made in"
             yield f"    {_line_of(text, inf.node)}"
+
+
+@contextlib.contextmanager
+def generators_back(device: torch.device) -> Iterator[None]:
+    """Random generators as they were, afterwards."""
+    generators = generators_of(device)
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 @dataclass(frozen=True)

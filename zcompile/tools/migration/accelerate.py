@@ -7,7 +7,7 @@ from typing import Any
 
 from zcompile.errors import OptionError
 from zcompile.tools.migration import deepspeed
-from zcompile.tools.migration.script import Config, Script
+from zcompile.tools.migration.script import AVERAGED, FUSED, WHOLE, Config, Script
 
 STRATEGIES = {
     "FULL_SHARD": (3, False),
@@ -151,7 +151,7 @@ def _offload(config: Config, script: Script) -> None:
     if config.flag(f"{FSDP}.fsdp_offload_params"):
         if script.stage >= 2 and config.take("mixed_precision") != "fp16":
             script.options["offload_parameters"] = '"cpu"'
-            script.otherwise.append("an optimizer on the host is fastest with fused=True")
+            script.otherwise.append(FUSED)
         else:
             script.missing.append(f"{FSDP}.fsdp_offload_params: is for stages 2 and 3, and not combined with float16")
     if config.flag(f"{FSDP}.fsdp_activation_checkpointing"):
@@ -175,7 +175,7 @@ def _wrapping(config: Config, script: Script) -> None:
     if kind == "SHARDED_STATE_DICT":
         script.saving.append("compiled.save_checkpoint(folder, optimizer): shards, which load in any stage and world")
     elif kind == "FULL_STATE_DICT":
-        script.saving.append("torch.save(compiled.full_state_dict(), path): collective, whole tensors on rank 0")
+        script.saving.append(WHOLE)
     else:
         text = f"{kind} holds the shards of one rank; compiled.save_checkpoint loads in any stage and world"
         script.missing.append(f"{FSDP}.fsdp_state_dict_type: {text}")
@@ -185,8 +185,7 @@ def _precision(config: Config, script: Script) -> None:
     precision = str(config.take("mixed_precision", "no")).lower()
     if precision in PRECISIONS:
         script.options["dtype"] = PRECISIONS[precision]
-        note = "gradients are averaged in float32, not in 16 bits: reduce_dtype= changes that"
-        script.otherwise += [note] if note not in script.otherwise else []
+        script.otherwise.append(AVERAGED)
     elif precision != "no":
         script.missing.append(f"mixed_precision: there is no {precision}")
     if precision == "fp16" and script.scaler is None:

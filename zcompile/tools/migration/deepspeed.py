@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zcompile.errors import OptionError
-from zcompile.tools.migration.script import WORLD, Config, Script
+from zcompile.tools.migration.script import AVERAGED, FUSED, WHOLE, WORLD, Config, Script
 
 DTYPES = {
     "fp16": "torch.float16",
@@ -72,7 +72,7 @@ def _stage(config: Config, script: Script) -> None:
     if config.flag(f"{ZERO}.stage3_gather_16bit_weights_on_model_save") or config.flag(
         f"{ZERO}.stage3_gather_fp16_weights_on_model_save"
     ):
-        script.saving.append("torch.save(compiled.full_state_dict(), path): collective, whole tensors on rank 0")
+        script.saving.append(WHOLE)
 
 
 def _precision(config: Config, script: Script) -> None:
@@ -105,8 +105,8 @@ def _precision(config: Config, script: Script) -> None:
         if dtype not in DTYPES:
             raise OptionError("communication_data_type", f"is {dtype!r}", f"choose from {', '.join(DTYPES)}")
         script.options["reduce_dtype"] = DTYPES[dtype]
-    elif script.precision is not None:
-        script.otherwise.append("gradients are averaged in float32, not in 16 bits: reduce_dtype= changes that")
+    elif "dtype" in script.options:
+        script.otherwise.append(AVERAGED)
 
 
 def _loop(config: Config, script: Script) -> None:
@@ -204,7 +204,7 @@ def _offload(config: Config, script: Script) -> None:
             script.otherwise.append(
                 f"{ZERO}.offload_optimizer: shards, gradients and state are on the host, and the optimizer steps there"
             )
-        script.otherwise.append("an optimizer on the host is fastest with fused=True")
+        script.otherwise.append(FUSED)
     elif asked == ["offload_optimizer"] and script.scaler is None and script.clip is None and script.accumulate is None:
         script.offload_optimizer = script.stage > 0
     else:

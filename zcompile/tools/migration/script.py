@@ -12,6 +12,11 @@ from zcompile.errors import OptionError, nearest
 MESH = 'mesh = init_device_mesh("cuda", ({outer}, {inner}), mesh_dim_names=("replicate", "shard"))'
 WORLD = "dist.get_world_size()"
 
+AVERAGED = "gradients are averaged in float32, not in 16 bits: reduce_dtype= changes that"
+FUSED = "an optimizer on the host is fastest with fused=True"
+WHOLE = "torch.save(compiled.full_state_dict(), path): collective, whole tensors on rank 0"
+"""What is said of the configs of several libraries."""
+
 
 @dataclass
 class Script:
@@ -47,24 +52,15 @@ class Script:
         return int(self.options.get("stage", "3"))
 
     @property
-    def precision(self) -> str | None:
-        return self.options.get("dtype")
-
-    @property
     def text(self) -> str:
         """All of it, as Python: what is no code is a comment."""
         code = [*self._imports(), "", *self._made(), "", *self._loop()]
         lines = [f"# From {self.source}. `model`, `batches` and `loss_of(model, batch)` are yours."]
-        lines += ['# `args` are the TrainingArguments from which the Trainer fills in what is "auto".'] * (
-            "args." in str(code)
-        )
+        if "args." in str(code):
+            lines.append('# `args` are the TrainingArguments from which the Trainer fills in what is "auto".')
         lines += ["", *code]
-        for heading, entries in (
-            ("Saving", self.saving),
-            ("Handled differently", self.otherwise),
-            ("No counterpart", self.missing),
-            ("Unknown keys, which are ignored", self.unknown),
-        ):
+        notes = {"Saving": self.saving, "Handled differently": self.otherwise, "No counterpart": self.missing}
+        for heading, entries in {**notes, "Unknown keys, which are ignored": self.unknown}.items():
             if entries:
                 lines += ["", f"# {heading}:", *(line for entry in _grouped(entries) for line in _comment(entry))]
         return "\n".join(lines) + "\n"
@@ -80,12 +76,6 @@ class Script:
         yield ""
         yield "import zcompile"
 
-    @property
-    def compiling(self) -> str:
-        """The options as they are written in a call."""
-        given = {**({"mesh": "mesh"} if self.mesh is not None else {}), **self.options}
-        return "".join(f", {name}={value}" for name, value in given.items())
-
     def _made(self) -> Iterator[str]:
         if self.launch is not None:
             yield f"# {self.launch}"
@@ -93,16 +83,16 @@ class Script:
             yield 'torch.distributed.init_process_group("cpu:gloo,cuda:nccl")  # gradients are on the host'
         if self.mesh is not None:
             yield MESH.format(outer=self.mesh[0], inner=self.mesh[1])
+        options = _keywords({**({"mesh": "mesh"} if self.mesh is not None else {}), **self.options})
         made = self.optimizer or "make_optimizer({})"
         if self.offload_optimizer:
             yield f"optimizer = {made.format('model.parameters()')}"
-            yield f'step = zcompile.train_step(model, loss_of, optimizer, offload_optimizer="cpu"{self.compiling})'
+            yield f'step = zcompile.train_step(model, loss_of, optimizer, offload_optimizer="cpu"{options})'
             return
-        yield f"compiled = zcompile.compile(model{self.compiling})"
+        yield f"compiled = zcompile.compile(model{options})"
         yield f"optimizer = {made.format('compiled.parameters()')}"
         if self.scaler is not None:
-            given = "".join(f", {name}={value}" for name, value in self.scaler.items())
-            yield f'scaler = torch.amp.GradScaler("cuda"{given})'
+            yield f'scaler = torch.amp.GradScaler("cuda"{_keywords(self.scaler)})'
 
     def _loop(self) -> Iterator[str]:
         if self.offload_optimizer:
@@ -110,19 +100,17 @@ class Script:
             return
         loss = "loss_of(compiled, batch)" + (f" / {self.accumulate}" if self.accumulate is not None else "")
         backward = "loss.backward()" if self.scaler is None else "scaler.scale(loss).backward()"
-        if self.accumulate is not None:
-            yield "for number, batch in enumerate(batches, 1):"
-            yield f"    is_last = number % {self.accumulate} == 0"
-            yield "    with nullcontext() if is_last else compiled.no_sync():"
-            yield f"        loss = {loss}"
-            yield f"        {backward}"
-            yield "    if is_last:"
-            yield from textwrap.indent("\n".join(self._step()), "        ").splitlines()
+        if self.accumulate is None:
+            yield "for batch in batches:"
+            yield from (f"    {line}" for line in (f"loss = {loss}", backward, *self._step()))
             return
-        yield "for batch in batches:"
-        yield f"    loss = {loss}"
-        yield f"    {backward}"
-        yield from textwrap.indent("\n".join(self._step()), "    ").splitlines()
+        yield "for number, batch in enumerate(batches, 1):"
+        yield f"    is_last = number % {self.accumulate} == 0"
+        yield "    with nullcontext() if is_last else compiled.no_sync():"
+        yield f"        loss = {loss}"
+        yield f"        {backward}"
+        yield "    if is_last:"
+        yield from (f"        {line}" for line in self._step())
 
     def _step(self) -> Iterator[str]:
         if self.clip is not None:
@@ -146,6 +134,10 @@ class Script:
                 self.unknown.append(f"{path}: {_near(path, {*known, *config.taken})}")
 
 
+def _keywords(given: Mapping[str, str]) -> str:
+    return "".join(f", {name}={value}" for name, value in given.items())
+
+
 def _near(path: str, known: Set[str]) -> str:
     advice = nearest(path, known)
     return advice.partition(" choose")[0] if advice.startswith("did") else "no key of this name is known"
@@ -154,7 +146,7 @@ def _near(path: str, known: Set[str]) -> str:
 def _grouped(entries: list[str]) -> Iterator[str]:
     """The entries, those together that say the same of several keys."""
     keys: dict[str, list[str]] = {}
-    for entry in entries:
+    for entry in dict.fromkeys(entries):
         key, colon, text = entry.partition(": ")
         keys.setdefault(text if colon else key, []).extend([key] if colon else [])
     yield from (f"{', '.join(of)}: {text}" if of else text for text, of in keys.items())
