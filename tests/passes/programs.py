@@ -1,7 +1,7 @@
 """Printed programs that several tests of passes begin with, and the comparison of what a pass makes of one.
 
 A program is given as two strings: its head (axes, stage, units, regions) and its phases. What a pass makes of one says only
-the phases that it changes. After a change of the printed form, `ZCOMPILE_UPDATE=1 pytest tests/passes` rewrites the
+the phases that it changes; what has functions of another text says only the others (`changed`). After a change of the printed form, `ZCOMPILE_UPDATE=1 pytest tests/passes` rewrites the
 expectations in the test files: read the diff.
 """
 
@@ -55,49 +55,34 @@ def joined(head: str, phases: str) -> str:
 
 
 def _rewrite(old: str, new: str) -> None:
+    """The text, and where it is made of several, each function."""
+    before, after = functions(old), functions(new)
+    pairs = [(f'"""\n{old}\n"""', f'"""\n{new}\n"""')]
+    pairs += [(f"\n{before[name]}\n", f"\n{after[name]}\n") for name in before if name in after]
     for file in Path(__file__).parent.glob("*.py"):
         text = file.read_text()
-        file.write_text(text.replace(f'"""\n{old}\n"""', f'"""\n{new}\n"""'))
+        for pair in pairs:
+            text = text.replace(*pair)
+        file.write_text(text)
 
 
 def at_stage(head: str, stage: int) -> str:
     return head.replace("stage = 3", f"stage = {stage}")
 
 
-PAIR = """
-axes = {"dp": "shard 2"}
-stage = 3
-units = {
-    "a": [
-        "a.weight f32[4, 4]",
-    ],
-    "b": [
-        "b.weight f32[4, 4]",
-    ],
-}
-packed = {
-}
-"""
-"""Two units of one weight each, before regions are outlined."""
-
-CHAIN = """
-axes = {"dp": "shard 2"}
-stage = 3
-units = {
-    "a": [
-        "a.weight f32[4, 4]",
-    ],
-    "b": [
-        "b.weight f32[4, 4]",
-    ],
-    "c": [
-        "c.weight f32[4, 4]",
-    ],
-}
-packed = {
-}
+def changed(phases: str, by: str) -> str:
+    """The phases or regions of a text, where those that `by` has are as they are there."""
+    return "\n\n\n".join((functions(phases) | functions(by)).values())
 
 
+def head_of(*units: str) -> str:
+    """Of units of one weight each, before regions are outlined."""
+    lines = "".join(f'    "{unit}": [\n        "{unit}.weight f32[4, 4]",\n    ],\n' for unit in units)
+    return f'axes = {{"dp": "shard 2"}}\nstage = 3\nunits = {{\n{lines}}}\npacked = {{\n}}'
+
+
+PAIR = head_of("a", "b")
+REGIONS = """
 def region_0(box):
     (
         w,                     # f32[4, 4]          argument 0 item 0
@@ -129,6 +114,8 @@ def region_2(box):
     dw = aten.mm.default(xt, dy)  # f32[4, 4]   +64 B  a
     return [dw]
 """
+
+CHAIN = joined(head_of("a", "b", "c"), REGIONS)
 """Three units of one weight each: `region_0` multiplies by it, `region_1` and `region_2` are the backward."""
 
 OUTLINED = """
@@ -257,20 +244,96 @@ def backward(box):
 """
 """The same, but c, which the forward reads last and the backward first, is kept over the turn."""
 
-REDUCED = """
+KEPT = """
 def forward(box):
     (
-        a,                #            1 parameter  unit a
-        b,                #            1 parameter  unit b
-        c,                #            1 parameter  unit c
-        x,                # f32[8, 4]
+        a,                     #            1 parameter  unit a
+        b,                     #            1 parameter  unit b
+        c,                     #            1 parameter  unit c
+        x,                     # f32[8, 4]
     ) = unbox(box)
-    ya = region_0(a, x)   # f32[8, 4]  +128 B       a
-    yb = region_0(b, ya)  # f32[8, 4]  +128 B       b
-    yc = region_0(c, yb)  # f32[8, 4]  +128 B       c
-    return [yc], [x, ya, yb]
+    a_gather = all_gather(a)   #            +64 B        a
+    a_full = wait(a_gather)    #                         a
+    ya = region_0(a_full, x)   # f32[8, 4]  +128 B       a
+    release(a_full)            #            -64 B        a
+    b_gather = all_gather(b)   #            +64 B        b
+    b_full = wait(b_gather)    #                         b
+    yb = region_0(b_full, ya)  # f32[8, 4]  +128 B       b
+    c_gather = all_gather(c)   #            +64 B        c
+    c_full = wait(c_gather)    #                         c
+    yc = region_0(c_full, yb)  # f32[8, 4]  +128 B       c
+    return [yc], [b_full, c_full, x, ya, yb]
 
 
+def backward(box):
+    (
+        b_full,                        #                               full unit b
+        c_full,                        #                               full unit c
+        x,                             # f32[8, 4]
+        ya,                            # f32[8, 4]                     a
+        yb,                            # f32[8, 4]                     b
+        dy,                            # f32[8, 4]                     tangent
+    ) = unbox(box)
+    db, gc = region_1(c_full, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B  c
+    del yb, dy                         #                       -128 B
+    release(c_full)                    #                       -64 B   c
+    da, gb = region_1(b_full, db, ya)  # f32[8, 4], f32[4, 4]  +192 B  b
+    del ya, db                         #                       -256 B
+    release(b_full)                    #                       -64 B   b
+    ga = region_2(da, x)               # f32[4, 4]             +64 B   a.lin
+    del x, da                          #                       -128 B
+    return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
+"""
+"""The same, but b and c, which are gathered again at once, are kept over the turn."""
+
+AHEAD = """
+def forward(box):
+    (
+        a,                     #            1 parameter  unit a
+        b,                     #            1 parameter  unit b
+        c,                     #            1 parameter  unit c
+        x,                     # f32[8, 4]
+    ) = unbox(box)
+    a_gather = all_gather(a)   #            +64 B        a
+    b_gather = all_gather(b)   #            +64 B        b
+    a_full = wait(a_gather)    #                         a
+    ya = region_0(a_full, x)   # f32[8, 4]  +128 B       a
+    release(a_full)            #            -64 B        a
+    c_gather = all_gather(c)   #            +64 B        c
+    b_full = wait(b_gather)    #                         b
+    yb = region_0(b_full, ya)  # f32[8, 4]  +128 B       b
+    release(b_full)            #            -64 B        b
+    c_full = wait(c_gather)    #                         c
+    yc = region_0(c_full, yb)  # f32[8, 4]  +128 B       c
+    return [yc], [c_full, x, ya, yb]
+
+
+def backward(box):
+    (
+        b,                               #                       1 parameter  unit b
+        c_full,                          #                                    full unit c
+        x,                               # f32[8, 4]
+        ya,                              # f32[8, 4]                          a
+        yb,                              # f32[8, 4]                          b
+        dy,                              # f32[8, 4]                          tangent
+    ) = unbox(box)
+    b_gather_1 = all_gather(b)           #                       +64 B        b
+    db, gc = region_1(c_full, dy, yb)    # f32[8, 4], f32[4, 4]  +192 B       c
+    del yb, dy                           #                       -128 B
+    release(c_full)                      #                       -64 B        c
+    b_full_1 = wait(b_gather_1)          #                                    b
+    da, gb = region_1(b_full_1, db, ya)  # f32[8, 4], f32[4, 4]  +192 B       b
+    del ya, db                           #                       -256 B
+    release(b_full_1)                    #                       -64 B        b
+    ga = region_2(da, x)                 # f32[4, 4]             +64 B        a.lin
+    del x, da                            #                       -128 B
+    return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
+"""
+"""`GATHERED` where the next unit is gathered while one computes."""
+
+REDUCED = changed(
+    OUTLINED,
+    """
 def backward(box):
     (
         a,                              #                       1 parameter  unit a
@@ -297,7 +360,8 @@ def backward(box):
     del ga
     a_grads = wait(a_reduce)            #                       -64 B        a
     return [None], [c_grads, b_grads, a_grads]
-"""
+""",
+)
 """`OUTLINED` with reductions, and no gathers."""
 
 TRACED = """

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tests.passes.programs import PAIR, check
+from tests.passes.programs import PAIR, changed, check
 from zcompile import Program
 from zcompile.passes.assign_units import assign_units
 from zcompile.passes.defer_weights import defer_weights
@@ -40,22 +40,9 @@ def backward(box):
     return [None], {'b.weight': gb, 'a.weight': ga}
 """
 
-DEFERRED = """
-def forward(box):
-    (
-        a_weight,                  # f32[4, 4]           parameter a.weight
-        b_weight,                  # f32[4, 4]           parameter b.weight
-        x,                         # f32[8, 4]
-    ) = unbox(box)
-    ta = aten.t.default(a_weight)  # &f32[4, 4]          a
-    ya = aten.mm.default(x, ta)    # f32[8, 4]   +128 B  a
-    del ta
-    tb = aten.t.default(b_weight)  # &f32[4, 4]          b
-    yb = aten.mm.default(ya, tb)   # f32[8, 4]   +128 B  b
-    del tb
-    return [yb], [x, ya]
-
-
+DEFERRED = changed(
+    IN_ORDER,
+    """
 def backward(box):
     (
         b_weight,                       # f32[4, 4]           parameter b.weight
@@ -73,7 +60,8 @@ def backward(box):
     gb = aten.mm.default(td, ya)        # f32[4, 4]   +64 B   b
     del ya, td                          #             -128 B
     return [None], {'b.weight': gb, 'a.weight': ga}
-"""
+""",
+)
 
 RANDOM = """
 def forward(box):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 import zcompile
-from tests.passes.programs import CHAIN, GATHERED, OUTLINED, at_stage, expect, joined, parsed
+from tests.passes.programs import AHEAD, CHAIN, GATHERED, OUTLINED, at_stage, changed, expect, joined, parsed
 from zcompile import Program, ProgramError, facts, verify
 from zcompile.ir.operation import op_of
 from zcompile.ir.ops import AllGather, GatherAhead, WaitReduce
@@ -14,28 +14,9 @@ from zcompile.passes.insert_updates import insert_updates
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.passes.sink_waits import sink_waits
 
-AHEAD = """
-def forward(box):
-    (
-        a,                     #            1 parameter  unit a
-        b,                     #            1 parameter  unit b
-        c,                     #            1 parameter  unit c
-        x,                     # f32[8, 4]
-    ) = unbox(box)
-    a_gather = all_gather(a)   #            +64 B        a
-    b_gather = all_gather(b)   #            +64 B        b
-    a_full = wait(a_gather)    #                         a
-    ya = region_0(a_full, x)   # f32[8, 4]  +128 B       a
-    release(a_full)            #            -64 B        a
-    c_gather = all_gather(c)   #            +64 B        c
-    b_full = wait(b_gather)    #                         b
-    yb = region_0(b_full, ya)  # f32[8, 4]  +128 B       b
-    release(b_full)            #            -64 B        b
-    c_full = wait(c_gather)    #                         c
-    yc = region_0(c_full, yb)  # f32[8, 4]  +128 B       c
-    return [yc], [c_full, x, ya, yb]
-
-
+UPDATED = changed(
+    AHEAD,
+    """
 def backward(box):
     (
         a,                               #                       1 parameter  unit a
@@ -72,7 +53,8 @@ def backward(box):
     update(a, a_grads)                   #                       -32 B        a
     gather_ahead(a)                      #                       +64 B        a
     return [None], []
-"""
+""",
+)
 AGAIN = """
 def forward(box):
     (
@@ -118,7 +100,7 @@ def test_what_the_forward_begins_with_is_gathered_at_the_end_of_the_step_before(
     before = updated()
     text = before.text(regions=True)
     after = gather_ahead(before)
-    expect(after, CHAIN, AHEAD)
+    expect(after, CHAIN, UPDATED)
     assert before.text(regions=True) == text, "a pass works on a copy"
     verify(after, (facts.UPDATED_ONCE, facts.GATHERED_AHEAD, facts.VOLUME_RIGHT), "here")
     assert after.volume() == before.volume(), "what is gathered ahead is not gathered again"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.passes.programs import CHAIN, GATHERED_TWICE, OUTLINED, at_stage, check
+from tests.passes.programs import CHAIN, GATHERED_TWICE, OUTLINED, PAIR, REGIONS, at_stage, changed, check, joined
 from zcompile.passes.insert_gathers import insert_gathers
 
 KEPT = """
@@ -89,7 +89,9 @@ def forward(box):
     return [y3], [x]
 """
 
-FAR_APART = """
+FAR_APART = changed(
+    NEIGHBOURS,
+    """
 def forward(box):
     (
         a,                #            1 parameter  unit a
@@ -102,17 +104,8 @@ def forward(box):
     y3 = region_0(a, y2)  # f32[8, 4]  +128 B       a
     del y2                #            -128 B
     return [y3], [x]
-
-
-def backward(box):
-    (
-        x,               # f32[8, 4]
-        dy,              # f32[8, 4]         tangent
-    ) = unbox(box)
-    g = region_2(dy, x)  # f32[4, 4]  +64 B
-    del x, dy
-    return [g], []
-"""
+""",
+)
 
 FAR_APART_GATHERED = """
 def forward(box):
@@ -138,30 +131,11 @@ def forward(box):
     return [y3], [x]
 """
 
-TWO_UNITS_HEAD = """
-axes = {"dp": "shard 2"}
-stage = 3
-units = {
-    "a": [
-        "a.weight f32[4, 4]",
-    ],
-    "b": [
-        "b.weight f32[4, 4]",
-    ],
-}
-packed = {
-}
-
-
-def region_0(box):
-    (
-        w,                     # f32[4, 4]          argument 0 item 0
-        x,                     # f32[8, 4]          argument 1
-    ) = unbox(box)
-    y = aten.mm.default(x, w)  # f32[8, 4]  +128 B  a
-    return [y]
-
-
+TWO_UNITS_HEAD = joined(
+    PAIR,
+    changed(
+        REGIONS,
+        """
 def region_1(box):
     (
         v,                     # f32[4, 4]          argument 0 item 0
@@ -171,19 +145,13 @@ def region_1(box):
     u = aten.mul.Tensor(v, w)  # f32[4, 4]  +64 B   a
     y = aten.mm.default(x, u)  # f32[8, 4]  +128 B  a
     return [y]
+""",
+    ),
+)
 
-
-def region_2(box):
-    (
-        dy,                       # f32[8, 4]          argument 0
-        x,                        # f32[8, 4]          argument 1
-    ) = unbox(box)
-    xt = aten.t.default(x)        # &f32[4, 8]         a
-    dw = aten.mm.default(xt, dy)  # f32[4, 4]   +64 B  a
-    return [dw]
-"""
-
-TWO_UNITS = """
+TWO_UNITS = changed(
+    NEIGHBOURS,
+    """
 def forward(box):
     (
         a,                   #            1 parameter  unit a
@@ -196,17 +164,8 @@ def forward(box):
     y3 = region_0(b, y2)     # f32[8, 4]  +128 B       b
     del y2                   #            -128 B
     return [y3], [x]
-
-
-def backward(box):
-    (
-        x,               # f32[8, 4]
-        dy,              # f32[8, 4]         tangent
-    ) = unbox(box)
-    g = region_2(dy, x)  # f32[4, 4]  +64 B
-    del x, dy
-    return [g], []
-"""
+""",
+)
 
 TWO_UNITS_GATHERED = """
 def forward(box):

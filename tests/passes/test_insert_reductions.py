@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tests.passes.programs import CHAIN, HYBRID, OUTLINED, REDUCED, at_stage, check
+from tests.passes.programs import CHAIN, HYBRID, OUTLINED, REDUCED, at_stage, changed, check
 from zcompile.passes.insert_reductions import insert_reductions
 
 GRADIENTS_HEAD = """
@@ -90,17 +90,9 @@ def backward(box):
     return [None], [u_grads]
 """
 
-USED_AGAIN = """
-def forward(box):
-    (
-        u,              #         3 parameters  unit u
-        x,              # f32[8]
-    ) = unbox(box)
-    y = region_0(u, x)  # f32[8]  +32 B         u
-    del x
-    return [y], []
-
-
+USED_AGAIN = changed(
+    MISSING,
+    """
 def backward(box):
     (
         dy,           # f32[8]         tangent
@@ -109,7 +101,8 @@ def backward(box):
     del dy
     dx = region_1(g)  # f32[8]  +32 B
     return [dx], {'p': g}
-"""
+""",
+)
 
 USED_AGAIN_REDUCED = """
 def backward(box):
@@ -128,17 +121,9 @@ def backward(box):
     return [dx], [u_grads]
 """
 
-TWINS = """
-def forward(box):
-    (
-        u,              #         3 parameters  unit u
-        x,              # f32[8]
-    ) = unbox(box)
-    y = region_0(u, x)  # f32[8]  +32 B         u
-    del x
-    return [y], []
-
-
+TWINS = changed(
+    MISSING,
+    """
 def backward(box):
     (
         dy,           # f32[8]         tangent
@@ -146,7 +131,8 @@ def backward(box):
     g = region_1(dy)  # f32[8]  +32 B
     del dy
     return [None], {'p': g, 'r': g}
-"""
+""",
+)
 
 TWINS_REDUCED = """
 def backward(box):
@@ -165,24 +151,17 @@ def backward(box):
     return [None], [u_grads]
 """
 
-NOT_ITS_OWN = """
-def forward(box):
-    (
-        u,              #         3 parameters  unit u
-        x,              # f32[8]
-    ) = unbox(box)
-    y = region_0(u, x)  # f32[8]  +32 B         u
-    del x
-    return [y], []
-
-
+NOT_ITS_OWN = changed(
+    MISSING,
+    """
 def backward(box):
     (
         dy,              # f32[8]                  tangent
     ) = unbox(box)
     g, h = region_2(dy)  # f32[8], &f32[8]  +32 B
     return [None], {'p': g, 'q': h, 'r': dy}
-"""
+""",
+)
 
 NOT_ITS_OWN_REDUCED = """
 def backward(box):
@@ -201,17 +180,9 @@ def backward(box):
     return [None], [u_grads]
 """
 
-BESIDE_A_VIEW = """
-def forward(box):
-    (
-        u,              #         3 parameters  unit u
-        x,              # f32[8]
-    ) = unbox(box)
-    y = region_0(u, x)  # f32[8]  +32 B         u
-    del x
-    return [y], []
-
-
+BESIDE_A_VIEW = changed(
+    MISSING,
+    """
 def backward(box):
     (
         dy,                 # f32[8]                          tangent
@@ -219,7 +190,8 @@ def backward(box):
     g, h, i = region_3(dy)  # f32[8], &f32[8], f32[8]  +64 B
     del dy
     return [None], {'p': g, 'q': i}
-"""
+""",
+)
 
 BESIDE_A_VIEW_REDUCED = """
 def backward(box):
@@ -266,17 +238,9 @@ def backward(box):
     return [None], [c_grads, b_grads, a_grads]
 """
 
-NO_GRADIENTS = """
-def forward(box):
-    (
-        u,              #         3 parameters  unit u
-        x,              # f32[8]
-    ) = unbox(box)
-    y = region_0(u, x)  # f32[8]  +32 B         u
-    del x
-    return [y], []
-
-
+NO_GRADIENTS = changed(
+    MISSING,
+    """
 def backward(box):
     (
         dy,            # f32[8]         tangent
@@ -284,7 +248,8 @@ def backward(box):
     dx = region_1(dy)  # f32[8]  +32 B
     del dy
     return [dx], []
-"""
+""",
+)
 
 
 def test_a_unit_is_reduced_as_soon_as_its_last_gradient_is_there() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tests.passes.programs import CHAIN, OUTLINED, REDUCED, at_stage, check, parsed
+from tests.passes.programs import CHAIN, OUTLINED, REDUCED, at_stage, check, head_of, joined, parsed
 from zcompile import facts, verify
 from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Update
@@ -56,18 +56,9 @@ def test_stage_0_does_not_wait_for_the_end_if_gradients_are_consumed() -> None:
     assert lines[-1] == "return [None], []"
 
 
-TIED = """
-axes = {"dp": "shard 2"}
-stage = 3
-units = {
-    "a": [
-        "a.weight f32[4, 4]",
-    ],
-}
-packed = {
-}
-
-
+TIED = joined(
+    head_of("a"),
+    """
 def region_0(box):
     (
         w,                     # f32[4, 4]          argument 0 item 0
@@ -85,7 +76,8 @@ def region_1(box):
     xt = aten.t.default(x)        # &f32[4, 8]         a
     dw = aten.mm.default(xt, dy)  # f32[4, 4]   +64 B  a
     return [dw]
-"""
+""",
+)
 
 READ_AGAIN = """
 def forward(box):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.passes.programs import PAIR, check, parsed
+from tests.passes.programs import PAIR, check, joined, parsed
 from zcompile import Program
 from zcompile.ir.operation import data, set_data
 from zcompile.ir.ops import Call
@@ -43,21 +43,9 @@ def backward(box):
     return [db], {'b.weight': gb}
 """
 
-REGIONS = """
-axes = {"dp": "shard 2"}
-stage = 3
-units = {
-    "a": [
-        "a.weight f32[4, 4]",
-    ],
-    "b": [
-        "b.weight f32[4, 4]",
-    ],
-}
-packed = {
-}
-
-
+REGIONS = joined(
+    PAIR,
+    """
 def region_0(box):
     (
         a_weight,                  # f32[4, 4]           argument 0 item 0
@@ -80,7 +68,8 @@ def region_1(box):
     td = aten.t.default(dy)          # &f32[4, 8]          b
     gb = aten.mm.default(td, ya)     # f32[4, 4]   +64 B   b
     return [db, gb]
-"""
+""",
+)
 
 OUTLINED = """
 def forward(box):
@@ -132,21 +121,9 @@ def backward(box):
     return [dx], []
 """
 
-DERIVED_REGIONS = """
-axes = {"dp": "shard 2"}
-stage = 3
-units = {
-    "a": [
-        "a.weight f32[4, 4]",
-    ],
-    "b": [
-        "b.weight f32[4, 4]",
-    ],
-}
-packed = {
-}
-
-
+DERIVED_REGIONS = joined(
+    PAIR,
+    """
 def region_0(box):
     (
         a_weight,                 # f32[4, 4]           argument 0 item 0
@@ -172,7 +149,8 @@ def region_2(box):
     ) = unbox(box)
     dx = aten.neg.default(dy)  # f32[8, 4]  +128 B
     return [dx]
-"""
+""",
+)
 
 DERIVED_OUTLINED = """
 def forward(box):
@@ -234,21 +212,9 @@ def backward(box):
     return [dx], []
 """
 
-GLUE_REGIONS = """
-axes = {"dp": "shard 2"}
-stage = 3
-units = {
-    "a": [
-        "a.weight f32[4, 4]",
-    ],
-    "b": [
-        "b.weight f32[4, 4]",
-    ],
-}
-packed = {
-}
-
-
+GLUE_REGIONS = joined(
+    PAIR,
+    """
 def region_0(box):
     (
         a_weight,                          # f32[4, 4]          argument 0 item 0
@@ -280,7 +246,8 @@ def region_2(box):
     ) = unbox(box)
     dx = aten.mul.Tensor(dy, low)  # f32[4, 4]  +64 B
     return [dx]
-"""
+""",
+)
 
 GLUE_OUTLINED = """
 def forward(box):
@@ -338,21 +305,9 @@ def forward(box):
     return [b_out], []
 """
 
-PART_REGIONS = """
-axes = {"dp": "shard 2"}
-stage = 3
-units = {
-    "a": [
-        "a.weight f32[4, 4]",
-    ],
-    "b": [
-        "b.weight f32[4, 4]",
-    ],
-}
-packed = {
-}
-
-
+PART_REGIONS = joined(
+    PAIR,
+    """
 def region_0(box):
     (
         a_weight,                      # f32[4, 4]           argument 0 item 0
@@ -370,7 +325,8 @@ def region_1(box):
     ) = unbox(box)
     y = aten.mm.default(s, b_weight)  # f32[4, 4]  +64 B  b
     return [y]
-"""
+""",
+)
 
 
 def outlined(program: Program) -> Program:

@@ -202,57 +202,6 @@ def backward(box):
     return [dx], {'b.weight': gb, 'a.weight': ga}
 """
 
-BUDGETED = """
-def forward(box):
-    (
-        a_weight,                       # f32[4, 4]          parameter a.weight
-        b_weight,                       # f32[4, 4]          parameter b.weight
-        x,                              # f32[8, 4]
-    ) = unbox(box)
-    ha = aten.mm.default(x, a_weight)   # f32[8, 4]  +128 B  a
-    ya = aten.sin.default(ha)           # f32[8, 4]  +128 B  a
-    del ha                              #            -128 B
-    hb = aten.mm.default(ya, b_weight)  # f32[8, 4]  +128 B  b
-    yb = aten.sin.default(hb)           # f32[8, 4]  +128 B  b
-    return [yb], [x, ya, hb]
-
-
-def backward(box):
-    (
-        a_weight,                        # f32[4, 4]           parameter a.weight
-        b_weight,                        # f32[4, 4]           parameter b.weight
-        x,                               # f32[8, 4]
-        ya,                              # f32[8, 4]           a
-        hb,                              # f32[8, 4]           b
-        dy,                              # f32[8, 4]           tangent
-    ) = unbox(box)
-    cb = aten.cos.default(hb)            # f32[8, 4]   +128 B  b
-    del hb                               #             -128 B
-    dhb = aten.mul.Tensor(dy, cb)        # f32[8, 4]   +128 B  b
-    del dy, cb                           #             -128 B
-    tya = aten.t.default(ya)             # &f32[4, 8]          b
-    del ya
-    gb = aten.mm.default(tya, dhb)       # f32[4, 4]   +64 B   b
-    del tya                              #             -128 B
-    tb = aten.t.default(b_weight)        # &f32[4, 4]          b
-    dya = aten.mm.default(dhb, tb)       # f32[8, 4]   +128 B  b
-    del dhb, tb                          #             -128 B
-    ha_1 = aten.mm.default(x, a_weight)  # f32[8, 4]   +128 B  a
-    ca = aten.cos.default(ha_1)          # f32[8, 4]   +128 B  a
-    del ha_1                             #             -128 B
-    dha = aten.mul.Tensor(dya, ca)       # f32[8, 4]   +128 B  a
-    del dya, ca                          #             -256 B
-    tx = aten.t.default(x)               # &f32[4, 8]          a
-    del x
-    ga = aten.mm.default(tx, dha)        # f32[4, 4]   +64 B   a
-    del tx
-    ta = aten.t.default(a_weight)        # &f32[4, 4]          a
-    dx = aten.mm.default(dha, ta)        # f32[8, 4]   +128 B  a
-    del dha, ta                          #             -128 B
-    return [dx], {'b.weight': gb, 'a.weight': ga}
-"""
-
-
 INFERENCE = """
 def forward(box):
     (
@@ -288,7 +237,7 @@ def test_a_budget_takes_what_it_needs_and_no_more() -> None:
     program = parsed(PAIR, BEFORE)
     most = peak_bytes(outlined(assign_units(program)))
     budgeted = partial(placed, checkpoint=most - 1, finish=outlined, fuses=False)
-    result = check(budgeted, PAIR, BEFORE, BUDGETED)
+    result = check(budgeted, PAIR, BEFORE, BY_UNIT)
     assert peak_bytes(outlined(result)) < most
     expect(placed(program, checkpoint=most, finish=outlined, fuses=False), PAIR, BEFORE)
 

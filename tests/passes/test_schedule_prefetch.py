@@ -4,56 +4,14 @@ from functools import partial
 
 import pytest
 
-from tests.passes.programs import CHAIN, GATHERED, OUTLINED, at_stage, check, parsed
+from tests.passes.programs import AHEAD, CHAIN, GATHERED, OUTLINED, at_stage, changed, check, parsed
 from zcompile.facts import units_bounded
 from zcompile.passes.insert_gathers import insert_gathers
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 
-AHEAD_1 = """
-def forward(box):
-    (
-        a,                     #            1 parameter  unit a
-        b,                     #            1 parameter  unit b
-        c,                     #            1 parameter  unit c
-        x,                     # f32[8, 4]
-    ) = unbox(box)
-    a_gather = all_gather(a)   #            +64 B        a
-    b_gather = all_gather(b)   #            +64 B        b
-    a_full = wait(a_gather)    #                         a
-    ya = region_0(a_full, x)   # f32[8, 4]  +128 B       a
-    release(a_full)            #            -64 B        a
-    c_gather = all_gather(c)   #            +64 B        c
-    b_full = wait(b_gather)    #                         b
-    yb = region_0(b_full, ya)  # f32[8, 4]  +128 B       b
-    release(b_full)            #            -64 B        b
-    c_full = wait(c_gather)    #                         c
-    yc = region_0(c_full, yb)  # f32[8, 4]  +128 B       c
-    return [yc], [c_full, x, ya, yb]
-
-
-def backward(box):
-    (
-        b,                               #                       1 parameter  unit b
-        c_full,                          #                                    full unit c
-        x,                               # f32[8, 4]
-        ya,                              # f32[8, 4]                          a
-        yb,                              # f32[8, 4]                          b
-        dy,                              # f32[8, 4]                          tangent
-    ) = unbox(box)
-    b_gather_1 = all_gather(b)           #                       +64 B        b
-    db, gc = region_1(c_full, dy, yb)    # f32[8, 4], f32[4, 4]  +192 B       c
-    del yb, dy                           #                       -128 B
-    release(c_full)                      #                       -64 B        c
-    b_full_1 = wait(b_gather_1)          #                                    b
-    da, gb = region_1(b_full_1, db, ya)  # f32[8, 4], f32[4, 4]  +192 B       b
-    del ya, db                           #                       -256 B
-    release(b_full_1)                    #                       -64 B        b
-    ga = region_2(da, x)                 # f32[4, 4]             +64 B        a.lin
-    del x, da                            #                       -128 B
-    return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
-"""
-
-AHEAD_2 = """
+AHEAD_2 = changed(
+    AHEAD,
+    """
 def forward(box):
     (
         a,                     #            1 parameter  unit a
@@ -73,29 +31,8 @@ def forward(box):
     c_full = wait(c_gather)    #                         c
     yc = region_0(c_full, yb)  # f32[8, 4]  +128 B       c
     return [yc], [c_full, x, ya, yb]
-
-
-def backward(box):
-    (
-        b,                               #                       1 parameter  unit b
-        c_full,                          #                                    full unit c
-        x,                               # f32[8, 4]
-        ya,                              # f32[8, 4]                          a
-        yb,                              # f32[8, 4]                          b
-        dy,                              # f32[8, 4]                          tangent
-    ) = unbox(box)
-    b_gather_1 = all_gather(b)           #                       +64 B        b
-    db, gc = region_1(c_full, dy, yb)    # f32[8, 4], f32[4, 4]  +192 B       c
-    del yb, dy                           #                       -128 B
-    release(c_full)                      #                       -64 B        c
-    b_full_1 = wait(b_gather_1)          #                                    b
-    da, gb = region_1(b_full_1, db, ya)  # f32[8, 4], f32[4, 4]  +192 B       b
-    del ya, db                           #                       -256 B
-    release(b_full_1)                    #                       -64 B        b
-    ga = region_2(da, x)                 # f32[4, 4]             +64 B        a.lin
-    del x, da                            #                       -128 B
-    return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
-"""
+""",
+)
 
 
 def test_no_prefetch_leaves_gathers_where_they_are() -> None:
@@ -103,7 +40,7 @@ def test_no_prefetch_leaves_gathers_where_they_are() -> None:
 
 
 def test_the_next_unit_is_gathered_while_one_computes_but_not_over_the_turn() -> None:
-    check(partial(schedule_prefetch, prefetch=1), CHAIN, GATHERED, AHEAD_1)
+    check(partial(schedule_prefetch, prefetch=1), CHAIN, GATHERED, AHEAD)
 
 
 def test_the_next_two_units_are_gathered_while_one_computes() -> None:

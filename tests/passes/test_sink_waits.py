@@ -2,25 +2,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.passes.programs import CHAIN, HYBRID, OUTLINED, REDUCED, at_stage, check, parsed
+from tests.passes.programs import CHAIN, HYBRID, OUTLINED, REDUCED, at_stage, changed, check, parsed
 from tests.passes.test_insert_reductions import OVER_BOTH
 from zcompile.passes.insert_reductions import insert_reductions
 from zcompile.passes.sink_waits import sink_waits
 
-DEPTH_1 = """
-def forward(box):
-    (
-        a,                #            1 parameter  unit a
-        b,                #            1 parameter  unit b
-        c,                #            1 parameter  unit c
-        x,                # f32[8, 4]
-    ) = unbox(box)
-    ya = region_0(a, x)   # f32[8, 4]  +128 B       a
-    yb = region_0(b, ya)  # f32[8, 4]  +128 B       b
-    yc = region_0(c, yb)  # f32[8, 4]  +128 B       c
-    return [yc], [x, ya, yb]
-
-
+DEPTH_1 = changed(
+    REDUCED,
+    """
 def backward(box):
     (
         a,                              #                       1 parameter  unit a
@@ -47,7 +36,8 @@ def backward(box):
     del ga
     a_grads = wait(a_reduce)            #                       -64 B        a
     return [None], [c_grads, b_grads, a_grads]
-"""
+""",
+)
 
 DEPTH_2 = """
 def backward(box):

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.passes.programs import check, parsed
+from tests.passes.programs import check, head_of, parsed
 from zcompile.facts import PHASES_SPLIT
 from zcompile.ir.operation import Phase, data, op_of, set_data
 from zcompile.ir.ops import Input, Kind
@@ -16,17 +16,7 @@ from zcompile.passes.split_phases import split_phases
 from zcompile.tools.llama import Llama, LlamaShape
 from zcompile.tools.tracing import trace
 
-HEAD = """
-axes = {"dp": "shard 2"}
-stage = 3
-units = {
-    "a": [
-        "a.weight f32[4, 4]",
-    ],
-}
-packed = {
-}
-"""
+HEAD = head_of("a")
 
 JOINT = """
 def forward(box):
