@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import fx
 
 from zcompile.ir.operation import Data, Phase, data, op_of
-from zcompile.ir.ops import Accumulate, Reduce, ReduceOutside, wait_of
+from zcompile.ir.ops import Accumulate, Averaging, Reduce, wait_of
 from zcompile.ir.program import Program
 from zcompile.passes.capture_graphs import copy_out
 
@@ -37,5 +37,5 @@ def accumulate_gradients(program: Program) -> Program:
 def _chain(reduction: fx.Node) -> list[fx.Node]:
     """A reduction, its wait, and those behind it over other axes."""
     wait = wait_of(reduction)
-    following = [user for user in wait.users if isinstance(data(user).op, ReduceOutside)]
+    following = [user for user in wait.users if isinstance(data(user).op, Averaging)]
     return [reduction, wait, *(node for one in following for node in _chain(one))]

@@ -55,7 +55,6 @@ def parameter_peak(program: Program) -> int:
 
 
 def _full_bytes(program: Program, params: Sequence[str]) -> int:
-    """Bytes of the full gradients of `params`."""
     found = (program.layout.param(name) for name in params)
     return sum(param.numel * param.full_dtype.itemsize for param in found)
 

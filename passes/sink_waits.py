@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import Reduce, ReduceOutside, Results, SumAverages, wait_of
+from zcompile.ir.ops import Averaging, Reduce, Results, SumAverages, wait_of
 from zcompile.ir.program import Program
 
 
@@ -35,7 +35,7 @@ def sink_waits(program: Program, *, depth: int = 1, consumed: bool = False) -> P
         wait = wait_of(reduction)
         for node in (wait, *_replicas_of(wait), *_sums_with(wait)):
             anchor.prepend(node)
-    replicas = program.nodes(ReduceOutside)
+    replicas = [node for node in program.nodes(Averaging) if node not in reductions]
     for index, reduction in enumerate(replicas):
         anchor = _later(replicas, index + depth, end) if consumed else end
         anchor.prepend(wait_of(reduction))
@@ -54,4 +54,4 @@ def _sums_with(wait: fx.Node) -> list[fx.Node]:
 
 def _replicas_of(averages: fx.Node) -> list[fx.Node]:
     """What starts averaging averages over replicas."""
-    return [user for user in averages.users if isinstance(data(user).op, ReduceOutside)]
+    return [user for user in averages.users if isinstance(data(user).op, Averaging)]

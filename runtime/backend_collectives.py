@@ -108,7 +108,6 @@ class BackendCollectives(Collectives):
         return packed * self.size
 
     def _by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
-        """On GPUs piece by piece, else as a whole."""
         if is_gpu(self.member.device):
             return self._stream_pieces(shard, piece, width)
         return self._scatter(shard, piece(0, shard.numel()).reshape(-1))
@@ -146,7 +145,6 @@ class BackendCollectives(Collectives):
         return self._on_stream(lambda: current_stream(self.member.device).wait_event(done), alive)
 
     def _all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
-        """One collective."""
         work = self._launched(dist.all_reduce, tensor, op=self._op)
         return self._fly(work, (tensor,), lambda: self._divide(tensor))
 
@@ -180,11 +178,9 @@ class BackendCollectives(Collectives):
         return self._follow(lambda: None, what)
 
     def _broadcast(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
-        """One collective."""
         return self._fly(self._launched(dist.broadcast, tensor, group_src=owner, gathers=True), (tensor,))
 
     def _reduce(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
-        """One collective."""
         work = self._launched(dist.reduce, tensor, group_dst=owner, op=self._op)
         return self._fly(work, (tensor,), lambda: self._divide(tensor))
 

@@ -42,9 +42,6 @@ class BoundUnit:
         """The full copy of these parameters that stages 1 and 2 keep, if there is one; it may be stale."""
         return self.shards.kept.get(self.unit.names)
 
-    def keep(self, full: Full) -> None:
-        self.shards.kept[self.unit.names] = full
-
     def __getitem__(self, index: int) -> torch.Tensor:
         """A whole parameter, for regions of a program that gathers nothing (stage 0)."""
         return self.shards.local(self.unit.params[index])
@@ -92,34 +89,30 @@ class Gather:
         result = Full(unit, tensors, straight if self.keep else None)
         if self.keep:
             result.writes = self.writes
-            self.bound.keep(result)
+            shards.kept[unit.names] = result
         return result
 
 
 @dataclass
 class OutsideGather:
-    """Secondary shards in flight: where they arrive, and what brings each message."""
+    """Secondary shards in flight: where they are to be, and where each message arrives, encoded or as it is."""
 
     bound: BoundUnit
     secondary: Secondary
-    works: Sequence[AsyncWork]
+    arrivals: Sequence[tuple[torch.Tensor, AsyncWork]]
     keep: bool
-    encoded: Sequence[torch.Tensor | None] = ()
-    """Where messages arrive that are encoded."""
 
     def wait(self) -> torch.Tensor:
         """The secondary shards of the unit, as the bytes of one tensor."""
         ranks = self.bound.shards.communicator.outside
-        assert ranks is not None or not self.works, "what is gathered outside is so along the outer axis"
-        for work, (message, tensor), encoded in zip(self.works, self.secondary.messages, self.encoded, strict=False):
-            if ranks is not None:
-                nbytes = message.gathered_bytes(ranks.size)
-                _land(work, "all_gather", self.bound.unit.name, ranks, nbytes, ranks.axis)
-                if encoded is not None and message.wire is not None:  # of this rank's own shard, too
-                    rows = encoded.view(ranks.size, -1)
-                    decoded = decode_shards(rows, message.shard_numels, message.wire, tensor.dtype)
-                    tensor.view(ranks.size, -1).copy_(decoded)
-        self.works, self.encoded = (), ()
+        for (message, tensor), (arrived, work) in zip(self.secondary.messages, self.arrivals, strict=False):
+            assert ranks is not None, "what is gathered outside is so along the outer axis"
+            _land(work, "all_gather", self.bound.unit.name, ranks, arrived.nbytes, ranks.axis)
+            if message.wire is not None:  # this rank's own shard is decoded, too
+                rows = arrived.view(ranks.size, -1)
+                decoded = decode_shards(rows, message.shard_numels, message.wire, tensor.dtype)
+                tensor.view(ranks.size, -1).copy_(decoded)
+        self.arrivals = ()
         if self.keep:
             self.bound.shards.secondary[self.bound.unit.names] = self.secondary
         return self.secondary.memory
@@ -266,16 +259,15 @@ def _start_outside(
     shards.memory.before(bound.unit.name)
     secondary = _secondary_of(bound, dtype, wire)
     secondary.writes, secondary.stream = shards.writes() if keep else 0, stream_number(outside.device)
-    encoded = [
-        None if message.wire is None else torch.empty(nbytes, dtype=torch.uint8, device=outside.device)
-        for message, nbytes in ((one, one.gathered_bytes(outside.size)) for one, _ in secondary.messages)
+    arrived = [
+        torch.empty(one.gathered_bytes(outside.size), dtype=torch.uint8, device=outside.device) if one.wire else tensor
+        for one, tensor in secondary.messages
     ]
-    arrived = [one if room is None else room for (_, one), room in zip(secondary.messages, encoded, strict=True)]
     with shards.memory.sending():
         sent = [shards.sent(message) for message, _ in secondary.messages]
         sent = sent_in_place(sent, arrived, [None] * len(sent), outside, always=shards.memory.is_away)
         works = outside.collectives.all_gather_many(arrived, sent)
-    return OutsideGather(bound, secondary, works, keep, encoded)
+    return OutsideGather(bound, secondary, list(zip(arrived, works, strict=True)), keep)
 
 
 def _secondary_of(

@@ -239,7 +239,6 @@ class GlooCollectives(Collectives):
         return self._follow(arrive, "an all_reduce")
 
     def _broadcast(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
-        """To every rank, from one."""
         flat = tensor.view(-1)
         mine, none = owner == self.rank, flat[:0]
         sent = [flat if mine else none] * self.size
@@ -299,7 +298,6 @@ class GlooCollectives(Collectives):
 
     @contextlib.contextmanager
     def _sending(self) -> Iterator[None]:
-        """Messages that the program's thread sends."""
         with self.member.recorder.span("send"), self.member.waits.explained("a message"):
             yield
 
@@ -331,7 +329,6 @@ class GlooCollectives(Collectives):
 
 
 def _split(flat: torch.Tensor) -> Sequence[torch.Tensor]:
-    """A 1-D tensor in pieces."""
     pieces: Sequence[torch.Tensor] = flat.split(max(_PIECE_BYTES // flat.itemsize, 1))
     return pieces
 
@@ -346,7 +343,6 @@ def _average(average: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
 
 
 def _largest(most: torch.Tensor, rows: Rows) -> None:
-    """The largest of equal 1-D `rows`, element by element."""
     torch.amax(torch.stack(list(rows)), dim=0, out=most)
 
 

@@ -43,25 +43,12 @@ class AxisCommunicator:
         self.waits: Waits = Waits(self.group, None if whole is None else whole.waits)
         self.traffic: TrafficMeter = TrafficMeter() if whole is None else whole.traffic
         self.recorder: Recorder = Recorder() if whole is None else whole.recorder
-        self._backend = _backend(self.group, device)
-        own = self.group, device, self.rank, self.size
+        backend, own = _backend(self.group, device), (self.group, device, self.rank, self.size)
         self._member = Member(*own, self.traffic, self.waits, self.recorder, self.axis)
-        if self._is_of_hosts:
+        if backend == backend_of(HOST) and is_host(device):
             self.collectives = GlooCollectives(self._member, gloo_of(self.group))
         else:
-            self.collectives = BackendCollectives(self._member, averages=self._backend == NCCL)
-
-    @property
-    def _is_of_hosts(self) -> bool:
-        return self._backend == backend_of(HOST) and is_host(self.device)
-
-    def stamp(self, run: int) -> None:
-        """What is sent from now on belongs to the run with this number, where messages can tell."""
-        self.collectives.stamp(run)
-
-    def order_all(self) -> None:
-        """Whatever was begun and not waited for ends before what the current stream does from here on."""
-        self.collectives.order_all()
+            self.collectives = BackendCollectives(self._member, averages=backend == NCCL)
 
 
 class Communicator(AxisCommunicator):
@@ -129,17 +116,15 @@ class Communicator(AxisCommunicator):
 
     def stamp(self, run: int) -> None:
         """What is sent from now on belongs to the run with this number, where messages can tell."""
-        super().stamp(run)
-        for part in self._parts:
-            part.stamp(run)
+        for part in (self, *self._parts):
+            part.collectives.stamp(run)
         if self.control is not None:
             self.control.stamp(run)
 
     def order_all(self) -> None:
         """Whatever was begun and not waited for ends before what the current stream does from here on."""
-        super().order_all()
-        for part in self._parts:
-            part.order_all()
+        for part in (self, *self._parts):
+            part.collectives.order_all()
 
     @property
     def axes(self) -> list[AxisCommunicator]:
@@ -191,7 +176,6 @@ def default_device(mesh: DeviceMesh | None) -> torch.device:
 
 
 def _reaches_gpus() -> bool:
-    """Whether the default group has a backend for GPUs, alone or beside one for hosts."""
     group = dist.GroupMember.WORLD
     if group is None or not gpu_count():
         return False

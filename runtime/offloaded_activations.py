@@ -37,9 +37,6 @@ class _Kept:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def laid_out(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.as_strided(self.shape, self.stride)
-
 
 class ActivationStorage(ABC):
     """Keeps flat tensors elsewhere."""
@@ -100,7 +97,7 @@ class OffloadedActivations:
         arrive = self.storage.get(kept.handle, kept.dtype, last=not keeps_graph())
         if not keeps_graph():
             self._forget(number)
-        return Arrival(lambda: kept.laid_out(arrive()))
+        return Arrival(lambda: arrive().as_strided(kept.shape, kept.stride))
 
     def sweep(self) -> None:
         """Give up what stands for nothing any more: its graph was dropped."""

@@ -91,7 +91,6 @@ def _by_microbatch(unit: Unit, gradients: Mapping[str, Sequence[fx.Node]], place
 
 
 def _together(program: Program, unit: Unit, rows: list[Row], group: fx.Node | None) -> fx.Node:
-    """Add up the gradients, and reduce the sum."""
     shards, total = shards_of(program, unit), None
     params = tuple(param.name for param, grad in zip(unit.params, rows[0][0], strict=True) if grad is not None)
     previous: list[fx.Node | None] | fx.Node = []
@@ -182,7 +181,6 @@ def _averaged_outside(program: Program, unit: Unit, averages: fx.Node, group: fx
 
 
 def _phase_of(program: Program) -> Phase:
-    """The phase that reductions are in."""
     return program.phases[-1]
 
 

@@ -109,19 +109,18 @@ class _File:
         self.seconds = 0.0
 
     def write(self, offset: int) -> None:
-        started, flat = time.perf_counter(), self.leaving[offset]
-        left, at = _bytes_of(flat), offset
-        while left:
-            done = os.pwrite(self.number, left, at)
-            left, at = left[done:], at + done
+        self._move(self.leaving[offset], offset, lambda left, at: os.pwrite(self.number, left, at))
         self.leaving.pop(offset, None)
-        self.seconds += time.perf_counter() - started
 
     def read(self, extent: _Extent, back: torch.Tensor) -> None:
         extent.written.result()
-        started, left, at = time.perf_counter(), _bytes_of(back), extent.offset
+        self._move(back, extent.offset, lambda left, at: os.preadv(self.number, [left], at))
+
+    def _move(self, flat: torch.Tensor, at: int, move: Callable[[memoryview, int], int]) -> None:
+        """Write or read the memory of a contiguous tensor on the CPU, which the caller keeps."""
+        started, left = time.perf_counter(), flat.view(torch.uint8).numpy().data
         while left:
-            done = os.preadv(self.number, [left], at)
+            done = move(left, at)
             left, at = left[done:], at + done
         self.seconds += time.perf_counter() - started
 
@@ -207,11 +206,6 @@ class DiskStorage(ActivationStorage):
 
     def drop(self, handle: _Extent) -> None:
         self._file.drop(handle)
-
-
-def _bytes_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, which the caller keeps."""
-    return flat.view(torch.uint8).numpy().data
 
 
 class DeviceStorage(ActivationStorage):

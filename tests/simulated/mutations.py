@@ -65,7 +65,7 @@ MUTATIONS = (
              ("stage 3, parameters", "one rank, parameters")),
     Mutation("runtime/recorder.py", "work.wait()\n        waited", "pass\n        waited", ("stage 3",)),
     Mutation(EXECUTOR, "kept, copies=True)", "kept, copies=False)", ("train step, stage 3, writing",)),
-    Mutation(EXECUTOR, '_land(work, "all_gather", self.bound.unit.name, ranks, nbytes, ranks.axis)', "pass",
+    Mutation(EXECUTOR, '_land(work, "all_gather", self.bound.unit.name, ranks, arrived.nbytes, ranks.axis)', "pass",
              ("hpz, int8 gathers",)),
     Mutation(WORK, "self._land()\n        if self._finish", "pass\n        if self._finish", ("stage 3",)),
     Mutation(GPUS, "            land()\n", "", ("stage 3",)),

@@ -13,10 +13,9 @@ from zcompile.ir.layout import Layout
 from zcompile.ir.operation import Data, Operation, Phase, Traffic, data, keywords_of, op_of, set_data
 from zcompile.ir.ops import (
     FUNCTIONS,
-    AllGather,
     Call,
     Communication,
-    GatherOutside,
+    Gathering,
     Input,
     Item,
     Kind,
@@ -196,7 +195,7 @@ def after_items(call: fx.Node) -> fx.Node:
 
 def reads_of(shards: fx.Node) -> list[fx.Node]:
     """The lines that read a unit's parameters: its gathers, until they have arrived, and the calls of regions."""
-    reads = [user for user in shards.users if isinstance(data(user).op, (AllGather, GatherOutside, Call))]
+    reads = [user for user in shards.users if isinstance(op := data(user).op, (Gathering, Call)) and op.gives]
     full = [user for gather in reads for user in gather.users if isinstance(data(user).op, WaitGather)]
     return [*reads, *full, *(user for node in full for user in node.users if isinstance(data(user).op, Call))]
 
