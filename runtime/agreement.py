@@ -17,7 +17,7 @@ import torch.distributed as dist
 from zcompile import errors
 from zcompile.errors import AgreementError, GroupError, StateError, ZcompileError
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.waits import Waits, named
+from zcompile.runtime.waits import Waits, named, ranks_by
 from zcompile.torch_internals.distributed import default_store, group_timeout, is_fake
 
 T = TypeVar("T")
@@ -245,7 +245,7 @@ def first_difference(texts: dict[int, list[str]]) -> str:
     ranks = sorted(texts)
     for number, row in enumerate(itertools.zip_longest(*(texts[rank] for rank in ranks), fillvalue="(nothing)")):
         if len(set(row)) > 1:
-            versions = {line: [rank for rank, other in zip(ranks, row, strict=True) if other == line] for line in row}
+            versions = ranks_by(dict(zip(ranks, row, strict=True)))
             listed = "; ".join(f"rank {', '.join(map(str, of))}: {line!r}" for line, of in versions.items())
             return f"line {number + 1} differs: {listed}"
     return ""

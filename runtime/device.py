@@ -149,12 +149,15 @@ def stream_number(device: torch.device) -> int:
     return int(current_stream(device).stream_id) if is_gpu(device) else 0
 
 
-def event_here(device: torch.device, event: torch.Event | None = None) -> torch.Event | None:
-    """`event`, or a new one, at this point of the current stream; None while that is captured into a graph."""
+def event_here(device: torch.device, event: torch.Event | None = None, *, timed: bool = False) -> torch.Event | None:
+    """`event`, or a new one, which tells its time if `timed`, at this point of the current stream.
+
+    None while that is captured into a graph, of which it would become a part.
+    """
     gpus = torch.get_device_module(device)
     if _is_capturing(gpus):
         return None
-    made: torch.Event = event or gpus.Event()
+    made: torch.Event = event or gpus.Event(enable_timing=timed)
     made.record(current_stream(device))
     return made
 
@@ -175,19 +178,6 @@ def only_asks(device: torch.device) -> None:
 
 _OWN_CAPTURES = 1
 """CUDA's CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
-
-
-def timed_event(device: torch.device) -> torch.Event | None:
-    """An event at this point of the current stream that tells its time; None while that is captured into a graph.
-
-    Within a capture an event would become a part of the graph.
-    """
-    gpus = torch.get_device_module(device)
-    if _is_capturing(gpus):
-        return None
-    event: torch.Event = gpus.Event(enable_timing=True)
-    event.record(current_stream(device))
-    return event
 
 
 def _is_capturing(gpus: Any) -> bool:

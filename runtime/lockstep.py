@@ -22,7 +22,7 @@ from zcompile.errors import AgreementError
 from zcompile.runtime.collectives import Shared
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.optimizer_settings import OptimizerSettings, difference
-from zcompile.runtime.waits import named
+from zcompile.runtime.waits import named, ranks_by
 from zcompile.torch_internals.dispatch import outside_modes
 
 NUMBERS = 8
@@ -294,10 +294,7 @@ def _unpacked(words: Sequence[int]) -> set[int]:
 
 def _out_of_step(said: dict[int, Position]) -> AgreementError:
     """The error for ranks of which some are elsewhere: those that are fewer are named first."""
-    together: dict[Position, list[int]] = {}
-    for rank, position in said.items():
-        together.setdefault(position, []).append(rank)
-    parts = sorted(together.items(), key=lambda item: (len(item[1]), item[1]))
+    parts = sorted(ranks_by(said).items(), key=lambda item: (len(item[1]), item[1]))
     problem = "; ".join(f"{named(ranks)}: {position}" for position, ranks in parts)
     fix = (
         "let every rank call the model, its backward and the optimizer equally often and in the same order: evaluate on"

@@ -19,7 +19,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from zcompile.runtime.device import is_host
-from zcompile.runtime.waits import named
+from zcompile.runtime.waits import named, ranks_by
 
 FEW = 16
 """Elements of a tensor that is a setting."""
@@ -109,16 +109,13 @@ def difference(texts: Mapping[int, Sequence[str]]) -> tuple[str, str]:
     """What ranks have otherwise, given their `lines`: the first such setting, and its values by rank."""
     found = {rank: dict(line.split(" = ", 1) for line in lines if line) for rank, lines in sorted(texts.items())}
     for subject in dict.fromkeys(itertools.chain.from_iterable(found.values())):
-        ranks: dict[str, list[int]] = {}
-        for rank, values in found.items():
-            ranks.setdefault(values.get(subject, "nothing"), []).append(rank)
+        ranks = ranks_by({rank: values.get(subject, "nothing") for rank, values in found.items()})
         if len(ranks) > 1:
             return subject, "is " + ", and ".join(f"{value} on {named(of)}" for value, of in ranks.items())
     return "the settings of optimizers", f"are not the same on {named(list(found))}"
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether these are the same objects."""
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 

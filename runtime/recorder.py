@@ -18,7 +18,7 @@ import torch
 from torch.profiler import record_function
 
 from zcompile.runtime.async_work import AsyncWork
-from zcompile.runtime.device import timed_event
+from zcompile.runtime.device import event_here
 from zcompile.torch_internals.autograd import profiler_runs
 
 KEPT = 4
@@ -139,7 +139,7 @@ class Recorder:
         It orders nothing: no stream waits for it, and it is not looked at before somebody reads the step. In a stream
         that is captured into a CUDA graph an event would become a part of the graph, so there is none.
         """
-        return None if self._device is None else timed_event(self._device)
+        return None if self._device is None else event_here(self._device, timed=True)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 

@@ -264,9 +264,9 @@ class Waits:
     @staticmethod
     def _places(waiting: Sequence[int], reports: Mapping[int, Report]) -> Iterator[str]:
         """Where ranks wait, those at one place together."""
-        places = dict.fromkeys((reports[rank].where, reports[rank].run) for rank in waiting)
-        for where, run in places:
-            ranks = [rank for rank in waiting if (reports[rank].where, reports[rank].run) == (where, run)]
+        for (where, run), ranks in ranks_by(
+            {rank: (reports[rank].where, reports[rank].run) for rank in waiting}
+        ).items():
             yield f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {where}" + (f" ({run})" if run else "")
 
     def _warn(self, seconds: float, where: str, awaited: Sequence[int]) -> None:
@@ -316,6 +316,14 @@ def to_blame(awaited: Sequence[int], reports: Mapping[int, Report], me: int) -> 
 def named(ranks: Sequence[int]) -> str:
     """`rank 1` or `ranks 1, 2`."""
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def ranks_by(said: Mapping[int, T]) -> dict[T, list[int]]:
+    """The ranks that say a thing, for each thing that is said."""
+    result: dict[T, list[int]] = {}
+    for rank, thing in said.items():
+        result.setdefault(thing, []).append(rank)
+    return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,11 +86,11 @@ LINES = {
     "zcompile/state": 1_660,
     "zcompile/tools": 4_630,
     "zcompile/torch_internals": 1_370,
-    "passes": 4_190,
-    "runtime": 8_620,
+    "passes": 4_180,
+    "runtime": 8_560,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 49_950
+MOST_LINES = 49_880
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_330,

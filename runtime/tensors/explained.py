@@ -135,7 +135,8 @@ class ExplainedDTensor(DTensor):
             raise ParameterError("gradients", problem, fix) from error
         if held is not None:
             if name in _NORMS and isinstance(result, DTensor):
-                result = _root_taken(result, held)
+                # The root is taken of its parts: torch would take the sum of such parts for a sum of norms.
+                result = made_whole(result, held, "norm")
             explain_results(func, result, given, waits_of(held))
             if owner is not None:
                 keep_owner(result, given, func, explainer(given))
@@ -181,12 +182,12 @@ def _is_copy(view: DTensor, given: Sequence[Any]) -> bool:
     return all(_memory_of(one) != _memory_of(view) for one in given if isinstance(one, DTensor))
 
 
-def _root_taken(norm: DTensor, tensor: ExplainedDTensor) -> DTensor:
-    """A norm whose parts are added, of which the root is taken: torch takes sums of such parts for sums of norms."""
-    if not any(placement.is_partial() for placement in norm.placements):
-        return norm
-    with watched(tensor, "norm"):
-        return norm.redistribute(placements=[Replicate() if p.is_partial() else p for p in norm.placements])
+def made_whole(result: DTensor, tensor: ExplainedDTensor | None, what: str) -> DTensor:
+    """A sum over the shards of `tensor`, or a norm, whose parts are added. Collective if there are parts."""
+    if tensor is None or not any(placement.is_partial() for placement in result.placements):
+        return result
+    with watched(tensor, what):
+        return result.redistribute(placements=[Replicate() if p.is_partial() else p for p in result.placements])
 
 
 def _memory_of(tensor: DTensor) -> StorageWeakRef:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import Node
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement
 
 from zcompile.errors import BackwardError, ParameterError
 from zcompile.runtime.tensors.draws import ALONG, OF_WHOLE
@@ -27,6 +27,7 @@ from zcompile.runtime.tensors.explained import (
     explainer,
     first_held,
     laid_out_like,
+    made_whole,
     needs_all,
     unknown,
     waits_of,
@@ -151,7 +152,8 @@ class ShardedParameter(ExplainedDTensor):
         if isinstance(result, (torch.Tensor, list, tuple)) and not is_attribute:
             if any(isinstance(leaf, DTensor) and leaf.grad_fn is not None for leaf in tree_leaves(result)):
                 raise _refusal(args, func)
-            result = tree_map_only(DTensor, functools.partial(_whole, tensor=held), result)
+            whole = functools.partial(made_whole, tensor=held, what="a sum over a parameter's shards")
+            result = tree_map_only(DTensor, whole, result)
             if held is not None:
                 explain_results(func, result, given, waits_of(held))
         return result
@@ -294,13 +296,6 @@ def sharded(tensor: torch.Tensor, name: str, waits: Waits | None = None) -> Shar
     tensor.zcompile_name = name
     tensor.zcompile_waits = None if waits is None else weakref.ref(waits)
     return tensor
-
-
-def _whole(result: DTensor, tensor: ExplainedDTensor | None) -> DTensor:
-    if tensor is None or not any(placement.is_partial() for placement in result.placements):
-        return result
-    with watched(tensor, "a sum over a parameter's shards"):
-        return result.redistribute(placements=[Replicate() if p.is_partial() else p for p in result.placements])
 
 
 def _undivided(args: Any, func: Callable[..., Any]) -> ParameterError | None:
