@@ -432,3 +432,21 @@ def test_a_function_chooses_the_units() -> None:
         layout_of(GPT(layers=2), units=lambda path, module: False)
     with pytest.raises(OptionError, match=r"lies inside 'blocks\.0'"):
         layout_of(GPT(layers=2), units=lambda path, module: path.startswith("blocks."))
+
+
+def test_what_travels_together_is_a_message() -> None:
+    params = (
+        Param("a", (4, 2), torch.float32, shards=2, outer_gather_dtype=torch.bfloat16),
+        Param("b", (3,), torch.float32, shards=2, outer_gather_dtype=torch.bfloat16),
+        Param("c", (2,), torch.float32, reduction_dtype=torch.bfloat16),
+    )
+    unit = Unit("u", params, messages=((0, 1), (2,)))
+    (gathered,) = unit.sent(None, None)
+    assert (gathered.places, gathered.numel, gathered.nbytes) == ((0, 1), 8 + 4, 48), "c is whole on every rank"
+    assert unit.sent(None, None) is unit.sent(None, None), "it is computed once"
+    (outside,) = unit.sent(None, None, inside=2, wire=torch.bfloat16)
+    assert (outside.numel, outside.gathered_bytes(2)) == (6, 2 * (4 + 2) * 2)
+    averaged = unit.sent(("b", "c"), torch.bfloat16)
+    assert [(one.places, one.dtype) for one in averaged] == [((1,), torch.float32), ((2,), torch.bfloat16)]
+    assert [one.averaged_bytes(2, scatters=one.is_sharded) for one in averaged] == [16, 2 * 4]
+    assert [one.places for one in unit.sent(("a", "b"), None, packed=False)] == [(0,), (1,)]

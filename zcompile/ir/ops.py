@@ -227,10 +227,9 @@ class Communication(Operation):
         """`all_gather blocks.0 (a f32[8, 4], b f32[4]+c f32[4])`: one entry a message, packed ones added."""
         texts = []
         for message in self.messages(layout):
-            types = (TensorType.make(self.sent_dtype(message), param.shape) for param in message.params)
-            owner = "" if message.owner is None else f" owner {message.owner}"
-            named = zip(message.params, types, strict=True)
-            texts.append("+".join(f"{param.name} {type_}" for param, type_ in named) + owner)
+            kind, owner = self.sent_dtype(message), "" if message.owner is None else f" owner {message.owner}"
+            named = (f"{param.name} {TensorType.make(kind, param.shape)}" for param in message.params)
+            texts.append("+".join(named) + owner)
         return f"{self.head} {self.unit} ({', '.join(texts)}){self.tail}"
 
     def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
