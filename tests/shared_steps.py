@@ -40,7 +40,7 @@ class SharedTrace(StepTrace):
             if like is not None
             else {
                 name: placeholder_of(parameter, layout.param(name).full_dtype, device)
-                for name, parameter in setup.model.named_parameters()
+                for name, parameter in setup.trained.model.named_parameters()
             }
         )
 
@@ -77,9 +77,9 @@ def traced(setup: StepSetup, first: CallSpec, like: StepTrace | None = None) -> 
 
 def key_of(setup: StepSetup, first: CallSpec, like: StepTrace | None) -> Key | None:
     reads = set[str]()
-    if setup.loss_fn is not None and not reads_of(setup.loss_fn, reads, set()):
+    if setup.trained.loss_fn is not None and not reads_of(setup.trained.loss_fn, reads, set()):
         return None
-    model = described_model(setup.model)
+    model = described_model(setup.trained.model)
     given = described_arguments((first.args, dict(first.kwargs)))
     if model is None or given is None:
         return None

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zcompile.compiled import CompiledModule, make_compiled_module
+from zcompile.compiled import CompiledModule
 from zcompile.engine.calls.interceptors import intercepted_methods
 from zcompile.engine.engine import Engine
 from zcompile.engine.model_runtime import ModelRuntime
@@ -134,7 +134,7 @@ def _compiled(
         compute_in_own_dtype(module, intercepted_methods(module), ranks.device)
     point_at_shards(optimizers, shards.values(), retired)
     runtime.has_optimizer_state = any(optimizer.state for optimizer in optimizers)
-    return make_compiled_module(model, engine, shards, sites, retired)
+    return CompiledModule(model, engine, shards, sites, retired)
 
 
 def _check_weights(weights: Weights, model: nn.Module, agreement: Agreement) -> None:

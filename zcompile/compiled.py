@@ -41,20 +41,6 @@ from zcompile.torch_internals.modules import IGNORED_BY_DDP, STATE_HOOKS, replac
 from zcompile.torch_internals.pytree import tree_map_only
 
 
-def make_compiled_module(
-    model: nn.Module, engine: Engine, shards: Mapping[str, UnitShards], sites: Sequence[Site], retired: Retired
-) -> CompiledModule:
-    """The compiled module of a model that has shards in the place of its parameters."""
-    runtime = engine.runtime
-    runtime.extend((), shards)
-    if not runtime.layout.stage.optimizer_sharded and runtime.layout.world > 1:
-        Outside(shards, runtime.delivery).watch()
-    # The model's state is that of all ranks that have a part of it.
-    left = ignored_names(model, runtime.layout)
-    state = ModelState(model, runtime.everyone.communicator, runtime.everyone, runtime.options.stage, left)
-    return CompiledModule(model, engine, sites, retired, state)
-
-
 def _copied(model: nn.Module, tree: Tree, memo: dict[int, Any]) -> CompiledModule:
     """A compiled module of its own: a copy of the model, over copies of its shards. Collective."""
     before = tree.engine.runtime
@@ -70,7 +56,7 @@ def _copied(model: nn.Module, tree: Tree, memo: dict[int, Any]) -> CompiledModul
     with taken_out([*tree.interceptors, *tree.loading]):
         given = before.shards, tree.sites, data, runtime.memory, memo
         copied, shards, sites = copy_model(model, runtime.layout, *given)
-    return make_compiled_module(copied, engine, shards, sites, tree.retired)
+    return CompiledModule(copied, engine, shards, sites, tree.retired)
 
 
 def _forward_like(model: nn.Module, tree: Tree) -> Callable[..., Any]:
@@ -147,11 +133,18 @@ class CompiledModule(Savable, Reported, nn.Module):
         self,
         model: nn.Module,
         engine: Engine,
+        shards: Mapping[str, UnitShards],
         sites: Sequence[Site],
         retired: Retired,
-        state: ModelState,
     ) -> None:
         super().__init__()
+        runtime = engine.runtime
+        runtime.extend((), shards)
+        if not runtime.layout.stage.optimizer_sharded and runtime.layout.world > 1:
+            Outside(shards, runtime.delivery).watch()
+        # The model's state is that of all ranks that have a part of it.
+        left = ignored_names(model, runtime.layout)
+        state = ModelState(model, runtime.everyone.communicator, runtime.everyone, runtime.options.stage, left)
         # Seen through object.__setattr__, the model is no submodule: names would begin with its attribute's name.
         object.__setattr__(self, "_model", model)
         for tree in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", *STATE_HOOKS):
@@ -165,7 +158,7 @@ class CompiledModule(Savable, Reported, nn.Module):
         object.__setattr__(self, "forward", _forward_like(model, self._tree))
         replace_state_dict(model, model_state_of)
         vars(model)[IGNORED_BY_DDP] = _NotWrapped(type(model).__name__)
-        watch_optimizers(self._tree, engine.runtime, dict(retired))  # as long as there is a module to call
+        watch_optimizers(self._tree, runtime, dict(retired))  # as long as there is a module to call
 
     # -- calling --------------------------------------------------------------------------------------------------
 
@@ -376,7 +369,7 @@ class CompiledModule(Savable, Reported, nn.Module):
         return self._model_state
 
     def _check_sharded(self) -> None:
-        if self._tree.is_full:
+        if self._engine.runtime.is_full:
             problem = "is within unsharded(), where its parameters are no shards"
             raise StateError(
                 type(self._model).__name__, problem, "save and load outside; inside, state_dict() is whole"

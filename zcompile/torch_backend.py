@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from zcompile.engine.engine import Engine
 from zcompile.engine.interpreter import in_large_frame
 from zcompile.engine.model_runtime import ModelRanks, ModelRuntime
-from zcompile.engine.optimizers import point_at_shards, watch_optimizers
+from zcompile.engine.optimizers import hooked, parameters_held, point_at_shards, watch_optimizers
 from zcompile.engine.reports import Reported, Reports
 from zcompile.engine.sharding_plan import choose_shard, data_ranks
 from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterError, nearest
@@ -43,7 +43,6 @@ from zcompile.runtime.agreement import Agreement, propagate_failure
 from zcompile.runtime.gradients.delivery import Refusal
 from zcompile.runtime.groups import (
     Communicator,
-    as_one,
     axes_of_mesh,
     check_inside,
     check_mesh,
@@ -211,40 +210,37 @@ class Backend(Reported):
     ) -> tuple[Options, list[str]]:
         """See `choose_shard`."""
 
-        def layout_of(options: Options) -> Layout:
-            layout = _empty_layout(as_one(data.mesh) if options.has_one_axis else data.mesh, options)
-            return layout.with_units(
-                tuple(make_units(fresh, blocks_of_names(fresh), layout, options.precision, kept=kept))
-            )
+        def over(mesh: DeviceMesh, options: Options) -> Layout:
+            layout = _empty_layout(mesh, options)
+            units = make_units(fresh, blocks_of_names(fresh), layout, options.precision, kept=kept)
+            return layout.with_units(tuple(units))
 
-        return choose_shard(self.options, data, layout_of, held=sum(param.nbytes for param in fresh.values()))
+        return choose_shard(self.options, data, over, held=sum(param.nbytes for param in fresh.values()))
 
     def _watch_steps(self) -> None:
         """Call back before and after steps of optimizers and what Dynamo compiles, as long as this backend lives."""
         weak = weakref.ref(self)
 
-        def before(optimizer: Optimizer, *_: object) -> None:
-            if (backend := weak()) is not None:
-                backend._stepping = weakref.ref(optimizer)
-                backend._point(optimizer)
+        def calling(method: Callable[..., None]) -> Callable[..., None]:
+            def call(*given: Any) -> None:
+                if (backend := weak()) is not None:
+                    method(backend, *given)
 
-        def after(*_: object) -> None:
-            if (backend := weak()) is not None:
-                backend._stepping = None
+            return call
 
-        def hide(*_: object) -> None:
-            if (backend := weak()) is not None:
-                backend._hide_gradients()
-
-        def show(*_: object) -> None:
-            if (backend := weak()) is not None:
-                backend._show_gradients()
-
-        weakref.finalize(self, register_optimizer_step_pre_hook(before).remove)
-        weakref.finalize(self, register_optimizer_step_post_hook(after).remove)
-        self._around_compiling = AroundCompiling(hide, show)
+        before, after = calling(Backend._before_step), calling(Backend._after_step)
+        self._around_compiling = AroundCompiling(calling(Backend._hide_gradients), calling(Backend._show_gradients))
         self._around_compiling.ensure()
-        weakref.finalize(self, self._around_compiling.remove)
+        hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+        for handle in (*hooks, self._around_compiling):
+            weakref.finalize(self, handle.remove)
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        self._stepping = weakref.ref(optimizer)
+        self._point(optimizer)
+
+    def _after_step(self, *_: object) -> None:
+        self._stepping = None
 
     def _shard(self, engine: Engine, fresh: Mapping[str, nn.Parameter], kept: Set[str]) -> None:
         """Shard parameters that are new; those in `kept` are computed with in their own dtype."""
@@ -286,14 +282,14 @@ class Backend(Reported):
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def _hide_gradients(self) -> None:
+    def _hide_gradients(self, *_: object) -> None:
         """While Dynamo traces: it cannot take a plain parameter whose `.grad` is a DTensor."""
         for twin in self._twins():
             if twin.grad is not None:
                 self._hidden[id(twin)] = twin.grad
                 twin.grad = None
 
-    def _show_gradients(self) -> None:
+    def _show_gradients(self, *_: object) -> None:
         for twin in self._twins():
             if id(twin) in self._hidden:
                 twin.grad = self._hidden.pop(id(twin))
@@ -313,7 +309,7 @@ class Backend(Reported):
             ParameterError: a parameter was given a gradient that is no shard's.
         """
         known = self._known.keys() | {id(param) for param in self.shards().values()}
-        if not any(id(param) in known for group in optimizer.param_groups for param in group["params"]):
+        if not any(id(param) in known for param in parameters_held(optimizer)):
             if self._world > 1 and optimizer not in self._others:
                 refuse_unseen(optimizer, (self, compiler), self._others)
             return
@@ -332,9 +328,8 @@ class Backend(Reported):
 
     def _refuse_strangers(self, optimizer: Optimizer) -> None:
         known = {id(param) for param in self.shards().values()} | self._known.keys()
-        params = [param for group in optimizer.param_groups for param in group["params"]]
         if self.engine.runtime.layout.world > 1:
-            for index, param in enumerate(params):
+            for index, param in enumerate(parameters_held(optimizer)):
                 if id(param) not in known and _is_plain(param):
                     problem = "was in no compiled graph, so its gradient is this rank's own"
                     fix = "let torch.compile trace the code that reads it, or use zcompile.compile"
@@ -350,12 +345,11 @@ class Backend(Reported):
         """
         units = self.engine.runtime.shards.values()
         with no_torch_function():
-            hooked = next((known.name for known in self._known.values() if has_gradient_hooks(known.parameter)), None)
+            found = next((known.name for known in self._known.values() if has_gradient_hooks(known.parameter)), None)
             pairs = [(name, unit.parameters[name], twin) for unit in units for name, twin in unit.user_params.items()]
             pairs = [pair for pair in pairs if pair[1].grad is not pair[2].grad]
-        if hooked is not None:
-            fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
-            raise ParameterError(hooked, "has a hook of register_hook, which would not run", fix)
+        if found is not None:
+            raise hooked(found)
         for name, shard, twin in pairs:
             if shard.grad is None or twin.grad is None:
                 shard.grad = twin.grad = None
@@ -485,7 +479,7 @@ def refuse_unseen(optimizer: Optimizer, backends: Sequence[object], others: weak
     Raises:
         OptimizerError: it holds one of them.
     """
-    params = {id(param) for group in optimizer.param_groups for param in group["params"] if _is_plain(param)}
+    params = {id(param) for param in parameters_held(optimizer) if _is_plain(param)}
     if not params:
         return
     for module in modules_given_to(backends):

@@ -20,15 +20,18 @@ from torch.optim.optimizer import Optimizer
 from zcompile.compile_model import compile
 from zcompile.compiled import CompiledModule, options_of
 from zcompile.engine.calls.fragments import Fragment, Tree
+from zcompile.engine.optimizers import parameters_held
 from zcompile.engine.train_steps import (
+    ONE_ELEMENT,
     BaseStep,
     LossFunction,
     ResultsOn,
     StepOptions,
+    Training,
     check_metrics,
     check_scaler,
-    loss_call,
     split_results,
+    untrained_loss,
     without_gradients,
 )
 from zcompile.errors import CaptureError, GroupError, OptimizerError, OptionError, briefly
@@ -103,18 +106,13 @@ def train_step(
         asked = replace(asked, clip_grad_norm=clip_grad_norm, grad_scaler=scaler)
         asked = replace(asked, offload_optimizer=_place(offload_optimizer, keeps=asked.keeps_gradients))
         _check_offloads(model, given, asked)
-    make = pipelined_step if pipelined else _unpipelined
-    return make(model, loss_fn, optimizers, asked, options)
+    trained = Training(model, loss_fn, optimizers)
+    return (pipelined_step if pipelined else _unpipelined)(trained, asked, options)
 
 
-def _unpipelined(
-    model: nn.Module,
-    loss_fn: LossFunction | None,
-    optimizers: Sequence[Optimizer],
-    asked: StepOptions,
-    options: dict[str, Any],
-) -> TrainStep:
+def _unpipelined(trained: Training, asked: StepOptions, options: dict[str, Any]) -> TrainStep:
     """A train step without a pipeline."""
+    model, optimizers = trained.model, trained.optimizers
     updater = None if asked.keeps_gradients else Updater(optimizers)
     if not isinstance(model, CompiledModule):
         model = compile(model, optimizer=optimizers, **options)
@@ -125,7 +123,7 @@ def _unpipelined(
         problem = f"leaves {ignored[0]} to you, and a train step updates all parameters"
         raise OptionError("ignore", problem, "train with zcompile.compile and a loop")
     model._engine.runtime.keep_states(asked.offload_optimizer, updater)
-    return TrainStep(model, loss_fn, optimizers, asked, updater)
+    return TrainStep(replace(trained, model=model), asked, updater)
 
 
 def _check_asked(model: nn.Module, asked: StepOptions, clip_grad_norm: float | None, *, pipelined: bool) -> None:
@@ -200,17 +198,11 @@ class TrainStep(BaseStep):
 
     model: CompiledModule
 
-    def __init__(
-        self,
-        model: CompiledModule,
-        loss_fn: LossFunction | None,
-        optimizers: Sequence[Optimizer],
-        asked: StepOptions,
-        updater: Updater | None,
-    ) -> None:
-        super().__init__(model, loss_fn, optimizers, asked, updater)
+    def __init__(self, trained: Training, asked: StepOptions, updater: Updater | None) -> None:
+        super().__init__(trained, asked, updater)
+        model, optimizers = self.model, self.optimizers
         self._parameters = dict(model.named_parameters())
-        held = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+        held = {id(param) for optimizer in optimizers for param in parameters_held(optimizer)}
         if not any(id(param) in held for param in self._parameters.values()):
             fix = "build it over the parameters of the model that is given here"
             raise OptimizerError("optimizer", "holds none of the model's parameters", fix)
@@ -218,7 +210,7 @@ class TrainStep(BaseStep):
         self._engine.runtime.scales = self._scaler is not None
         for optimizer in optimizers:
             self._engine.runtime.settings.know(optimizer)
-        self._fragment = _Loss(model._tree, loss_fn, updater)
+        self._fragment = _Loss(model._tree, trained, updater)
 
     @briefly
     def __call__(self, *batch: Any, **named: Any) -> Any:
@@ -260,8 +252,9 @@ class TrainStep(BaseStep):
         Raises:
             As a call of the compiled model.
         """
+        model, loss_fn = self.model, self._trained.loss_fn
         with torch.no_grad():
-            return self.model(*batch, **named) if self._loss_fn is None else self._loss_fn(self.model, *batch, **named)
+            return model(*batch, **named) if loss_fn is None else loss_fn(model, *batch, **named)
 
     def _clip(self, limit: float) -> torch.Tensor:
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), limit)
@@ -293,19 +286,18 @@ def _checked(result: object) -> tuple[torch.Tensor, dict[str, torch.Tensor] | No
         check_metrics({name: isinstance(one, torch.Tensor) for name, one in metrics.items()})
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         problem = f"gives {list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__}"
-        raise OptionError("loss_fn", problem, "return the loss, a tensor of one element")
+        raise OptionError("loss_fn", problem, ONE_ELEMENT)
     if not loss.requires_grad:
-        problem = "gives a loss that depends on no parameter that is trained"
-        raise OptionError("loss_fn", problem, "compute it from what model(...) gives, without detach() or no_grad()")
+        raise untrained_loss()
     return loss, metrics
 
 
 class _Loss(Fragment):
     """The model and its loss, traced as one graph."""
 
-    def __init__(self, tree: Tree, loss_fn: LossFunction | None, updater: Updater | None) -> None:
+    def __init__(self, tree: Tree, trained: Training, updater: Updater | None) -> None:
         self.updater = updater
-        call, self._signature = loss_call(tree.model, loss_fn, without_gradients)
+        call, self._signature = replace(trained, model=tree.model).call(without_gradients)
         super().__init__(tree, tree.model, "", call)
 
     @property

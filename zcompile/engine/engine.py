@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,7 +81,10 @@ class Engine:
 
         def lower(traced: Program) -> Runner:
             # Dynamo keeps what it compiled until `torch.compiler.reset()`; the model must not live as long by it.
-            return weakref.proxy(alive()._lower(traced if whole else _restricted(traced), updater))  # type: ignore[no-any-return]
+            if not whole:
+                names = {op_of(node, Parameter).name for node in traced.nodes(Parameter)}
+                traced = replace(traced, layout=traced.layout.restricted(names), unused=traced.unused & names)
+            return weakref.proxy(alive()._lower(traced, updater))  # type: ignore[no-any-return]
 
         def restore(content: bytes) -> Runner:
             return weakref.proxy(alive()._restore(content, updater))  # type: ignore[no-any-return]
@@ -113,9 +115,7 @@ class Engine:
         return not own and os.environ.get("ZCOMPILE_CACHE") != "0"
 
     def _depends_on(self, whole: bool, updater: Updater | None) -> str:
-        device = (
-            self.runtime.communicator.device
-        )  # which one of a host's, too: values and arguments in the graph name it
+        device = self.runtime.communicator.device  # which of a host's, too: values and arguments in the graph name it
         return f"{own_source()} {self.options} {device} whole={whole} updates={updater is not None}"
 
     def _restore(self, content: bytes, updater: Updater | None) -> CompiledStep:
@@ -156,7 +156,7 @@ class Engine:
         # Casts are in the graph already: compiled under autocast, a region would get them twice.
         no_autocast = torch.autocast(self.runtime.communicator.device.type, enabled=False)
         with (
-            dumping_failures(self._dump_folder, len(self.runtime.steps), journal),
+            dumping_failures(self.reports.folder if self.reports.rank == 0 else None, len(self.runtime.steps), journal),
             collector_paused(),
             no_autocast,
             torch.no_grad(),  # in the keys of Inductor's cache, which a step from the cache of steps asks for, too
@@ -189,12 +189,6 @@ class Engine:
     def journals(self) -> list[Journal]:
         """What passes did to each program; those of a program from the cache run again for it."""
         return [step.rewritten.journal for step in self.runtime.steps]
-
-    @property
-    def _dump_folder(self) -> Path | None:
-        """Where this rank writes dumps, if it does: of all that have a part of the model, the first one."""
-        is_first = self.runtime.everyone.communicator.rank == 0
-        return Path(self.options.dump) if self.options.dump and is_first else None
 
     def _rewritten(self, traced: Program, updater: Updater | None, journal: Journal) -> Rewritten:
         if self.runtime.tensor is not None and self.options.partition_activations and traced.has_backward:
@@ -231,11 +225,7 @@ class Engine:
         return keeps
 
     def _request(self, traced: Program, updater: Updater | None) -> Request:
-        """What `traced` is to be compiled with.
-
-        Raises:
-            OptionError: see `_keeps`.
-        """
+        """What `traced` is to be compiled with. Raises OptionError: see `_keeps`."""
         free = checkpoint_budget(
             self.options, self.runtime.layout, lambda: free_bytes(self.runtime.communicator.device)
         )
@@ -252,8 +242,3 @@ class Engine:
     def pipeline(self) -> Pipeline:
         """The passes that programs go through."""
         return Request(self.options, self.schedule).pipeline()
-
-
-def _restricted(traced: Program) -> Program:
-    names = {op_of(node, Parameter).name for node in traced.nodes(Parameter)}
-    return replace(traced, layout=traced.layout.restricted(names), unused=traced.unused & names)

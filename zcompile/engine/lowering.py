@@ -54,13 +54,7 @@ ALL = HOLDS + 1
 
 
 class LoadedProgram:
-    """A program that is loaded, and what it runs with.
-
-    Args:
-        program: The program, whose units the model has.
-        runtime: The runtime of the model.
-        updater: What steps the optimizer for the gradients of a unit, where the program updates parameters.
-    """
+    """A program that is loaded, and what it runs with; `updater` steps optimizers, where the program updates."""
 
     def __init__(
         self, program: Program, runtime: ModelRuntime, updater: Callable[[Gradients], None] | None = None
@@ -132,11 +126,7 @@ class CompiledStep(LoadedProgram, StepPrograms):
         self._accumulate: Callable[[list[Any]], Any] | None = None
 
     def content(self) -> bytes:
-        """What the cache of steps keeps of it.
-
-        Raises:
-            NotStorableError: it has operations without a name, or numbers that depend on data.
-        """
+        """What the cache of steps keeps of it: see `Rewritten.content`."""
         return self.rewritten.content()
 
     def _bound(self, program: Program, phase: Phase) -> Callable[[list[Any]], Any]:
@@ -154,6 +144,8 @@ class CompiledStep(LoadedProgram, StepPrograms):
                     started = run if recording is None else recording.loaded(recorded)
                     return started([*bound, *loaned, *_drained(values)])
                 except BaseException:
+                    # Collectives that nobody has waited for go on in streams of their own, over memory that is lent
+                    # again once this call has left: whatever comes next is ordered behind them.
                     self.runtime.communicator.order_all()
                     raise
 

@@ -300,11 +300,10 @@ class ModelRuntime:
                 "choose by what all ranks have in common, or run all and weight what they give; "
                 "otherwise run the same code, options and environment on every rank"
             )
-            lines = program.communications()
-            self.agreement.reach("the program's communications", lines, fix, lambda: self._conflict(program))
-            self._agreed.add(digest)
 
-    def _conflict(self, program: Program) -> str:
-        """How the data-parallel ranks' programs, which differ, do not fit together. Collective."""
-        texts = self.agreement.share("the texts of programs that differ", program.text(regions=True))
-        return conflict_along(texts, *(axis.name for axis in program.layout.averaged))
+            def conflict() -> str:
+                texts = self.agreement.share("the texts of programs that differ", program.text(regions=True))
+                return conflict_along(texts, *(axis.name for axis in program.layout.averaged))
+
+            self.agreement.reach("the program's communications", program.communications(), fix, conflict)
+            self._agreed.add(digest)

@@ -33,11 +33,8 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
 
     torch's hooks on optimizers are for all of the process; these go with `owner`.
     """
+    reporting = runtime.communicator.waits.reporting
     local_steps, stepping, watched = LocalSteps(), WeakKeyDictionary[Optimizer, HookedStep](), WeakSet[Optimizer]()
-
-    def steps(now: bool) -> None:
-        if (waits := runtime.communicator.waits) is not None:
-            waits.reporting.stepping = now
 
     def before(
         optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -70,7 +67,7 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
 
         if closure is not None:
             bound.arguments["closure"] = closed
-        steps(True)
+        reporting.stepping = True
         runtime.recorder.begin_optimizer(start)
         return None if closure is None else (bound.args, bound.kwargs)
 
@@ -79,8 +76,8 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
             if (stepped := stepping.pop(optimizer, None)) is not None:
                 stepped.remove()
             with no_torch_function():
-                idle = all(param.grad is None for param in _parameters_of(optimizer))
-            steps(False)
+                idle = all(param.grad is None for param in parameters_held(optimizer))
+            reporting.stepping = False
             runtime.freshness.step(idle=idle)
             runtime.recorder.end_optimizer()
 
@@ -114,14 +111,25 @@ def _refuse_mistaken(optimizer: Optimizer, runtime: ModelRuntime) -> None:
         problem = "takes sparse gradients alone, and a compiled model gives dense ones, those of sparse=True included"
         raise OptimizerError("SparseAdam", problem, "take Adam or AdamW")
     if runtime.options.dtype is torch.bfloat16 and _called_by_scaler():
-        problem = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
-        raise OptimizerError("GradScaler", problem, "leave it out, or give it enabled=False")
+        raise scaled_bfloat16()
+
+
+def scaled_bfloat16() -> OptimizerError:
+    """The error of a scaler around bfloat16."""
+    problem = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
+    return OptimizerError("GradScaler", problem, "leave it out, or give it enabled=False")
+
+
+def hooked(name: str) -> ParameterError:
+    """The error of a parameter with a hook of `register_hook`, which stands in no graph."""
+    fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
+    return ParameterError(name, "has a hook of register_hook, which would not run", fix)
 
 
 def _refuse_retired(optimizer: Optimizer, retired: Retired) -> None:
     """Raise OptimizerError for an optimizer of parameters that shards have taken the place of."""
     kind = type(optimizer).__name__
-    for param in _parameters_of(optimizer):
+    for param in parameters_held(optimizer):
         if id(param) in retired:
             problem = f"{kind} holds this parameter from before zcompile.compile; it has no memory any more"
             fix = f"build it afterwards, {kind}(compiled.parameters(), ...), or give it to compile(optimizer=...)"
@@ -132,7 +140,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
     """Raise OptimizerError for an optimizer that holds none of the model's parameters."""
     params = {id(param) for param in model.parameters()}
     for optimizer in optimizers:
-        if not any(id(param) in params for param in _parameters_of(optimizer)):
+        if not any(id(param) in params for param in parameters_held(optimizer)):
             problem = f"{type(optimizer).__name__} holds none of the model's parameters"
             raise OptimizerError("optimizer", problem, "give the optimizer that was built over model.parameters()")
 
@@ -190,7 +198,8 @@ def _called_by_scaler() -> bool:
     return False
 
 
-def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+def parameters_held(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters of all groups of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -24,14 +24,9 @@ from zcompile.schedule.pipeline import Journal
 
 
 class Shown(Protocol):
-    """Programs of a model, as passes have made them."""
+    """Programs of a model, as passes have made them: an engine's, or those of a pipeline's ranks."""
 
     hardware: Hardware
-    """What they are for."""
-
-    @property
-    def programs(self) -> Sequence[Program]:
-        """Those that this rank runs."""
 
     @property
     def programs_along(self) -> Sequence[Program]:
@@ -46,16 +41,7 @@ class Shown(Protocol):
 
 
 class Reports:
-    """What is shown of one model.
-
-    Args:
-        title: What the model is called.
-        runtime: Its runtime.
-        shown: Its programs.
-
-    Raises:
-        OptionError: on every rank: the folder of the dump cannot be written.
-    """
+    """What is shown of one model. Making it raises OptionError on every rank if the dump cannot be written on one."""
 
     def __init__(self, title: str, runtime: ModelRuntime, shown: Shown) -> None:
         self.title, self.runtime, self.shown = title, runtime, shown
@@ -63,11 +49,11 @@ class Reports:
         """The steps within the last `profile()`."""
         self.folder = Path(runtime.options.dump) if runtime.options.dump else None
         # Every rank asks, for the folder may be known to the first alone, from its environment.
-        first = self._rank == 0
+        first = self.rank == 0
         runtime.agreement.attempt("the folder of the dump", lambda: check_dump(self.folder) if first else None)
 
     @property
-    def _rank(self) -> int:
+    def rank(self) -> int:
         """Among all that have a part of the model."""
         return self.runtime.everyone.communicator.rank
 
@@ -76,31 +62,6 @@ class Reports:
         """The last few steps that have ended, oldest first."""
         rank, world = self.runtime.communicator.rank, self.runtime.communicator.size
         return [Timeline.of(step, rank, world) for step in self.runtime.recorder.ended(self.runtime.version())]
-
-    @property
-    def timeline(self) -> Timeline:
-        """The last step that has ended.
-
-        Raises:
-            TimelineError: none has ended so far.
-        """
-        steps = self.runtime.recorder.ended(self.runtime.version())
-        if not steps:
-            fix = "read it after optimizer.step(), or after a call without gradients"
-            raise TimelineError("timeline", "no step has ended so far", fix)
-        return Timeline.of(steps[-1], self.runtime.communicator.rank, self.runtime.communicator.size)
-
-    def record_timeline(self, *, device: bool) -> None:
-        """From the next step on, record the device's stream too, or no longer.
-
-        Raises:
-            OptionError: the model is not on a CUDA device.
-        """
-        own = self.runtime.communicator.device
-        if device and not is_gpu(own):
-            problem = f"the model is on {own}, where the host's clock tells all"
-            raise OptionError("device", problem, "leave device=True to models on CUDA")
-        self.runtime.recorder.device = own if device else None
 
     def dump(
         self,
@@ -111,25 +72,17 @@ class Reports:
         all_ranks: bool = False,
     ) -> Path:
         """See `CompiledModule.dump`."""
-        if all_ranks or self._rank == 0:
-            chosen, why = self._profile_of(hardware)
-            home = rank_folder(Path(folder), self._rank) if all_ranks else Path(folder)
+        if all_ranks or self.rank == 0:
+            chosen, why = self.profile_of(hardware)
+            home = rank_folder(Path(folder), self.rank) if all_ranks else Path(folder)
             written = generated_code if code else None
             with writing("dump", folder):
                 text = self.shown.explain()
                 write_dump(home, self.shown.journals, text, chosen, measured=self.profiled, code=written)
-                self._write_page(home / "report.html", chosen, why)
+                self.write_page(home / "report.html", chosen, why)
         return Path(folder)
 
-    def report(self, path: str | os.PathLike[str], hardware: str | Hardware | None = None) -> Path:
-        """See `CompiledModule.report`."""
-        if self._rank == 0:
-            chosen, why = self._profile_of(hardware)
-            with writing("report", path):
-                self._write_page(Path(path), chosen, why)
-        return Path(path)
-
-    def _write_page(self, path: Path, hardware: Hardware, why: str) -> None:
+    def write_page(self, path: Path, hardware: Hardware, why: str) -> None:
         shown = self.shown
         write_page(path, self.title, shown.journals, hardware, self.profiled, shown.programs_along, why=why)
 
@@ -141,7 +94,7 @@ class Reports:
             except OptionError as error:  # of one rank alone, which is no reason for the others to wait for it
                 warnings.warn(f"zcompile: the program is not dumped: {error}", stacklevel=3)
 
-    def _profile_of(self, hardware: str | Hardware | None) -> tuple[Hardware, str]:
+    def profile_of(self, hardware: str | Hardware | None) -> tuple[Hardware, str]:
         """What steps are predicted for, and why."""
         if hardware is None:
             return self.shown.hardware, "taken because no hardware= was given"
@@ -167,11 +120,7 @@ class Reported:
     """Programs that are shown: timelines of their steps, pages, dumps."""
 
     def _shown(self) -> Reports:
-        """What shows them.
-
-        Raises:
-            StateError: there is no program yet.
-        """
+        """What shows them. Raises StateError: there is no program yet."""
         raise NotImplementedError
 
     @property
@@ -185,7 +134,10 @@ class Reported:
         Raises:
             TimelineError: no step has ended so far.
         """
-        return self._shown().timeline
+        if not (timelines := self._shown().timelines):
+            fix = "read it after optimizer.step(), or after a call without gradients"
+            raise TimelineError("timeline", "no step has ended so far", fix)
+        return timelines[-1]
 
     @property
     def timelines(self) -> list[Timeline]:
@@ -200,7 +152,12 @@ class Reported:
         Raises:
             OptionError: the model is not on a CUDA device.
         """
-        self._shown().record_timeline(device=device)
+        runtime = self._shown().runtime
+        own = runtime.communicator.device
+        if device and not is_gpu(own):
+            problem = f"the model is on {own}, where the host's clock tells all"
+            raise OptionError("device", problem, "leave device=True to models on CUDA")
+        runtime.recorder.device = own if device else None
 
     def explain(self) -> str:
         """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps, graph breaks."""
@@ -226,7 +183,12 @@ class Reported:
         Raises:
             OptionError: it cannot be written.
         """
-        return self._shown().report(path, hardware)
+        shown = self._shown()
+        if shown.rank == 0:
+            chosen, why = shown.profile_of(hardware)
+            with writing("report", path):
+                shown.write_page(Path(path), chosen, why)
+        return Path(path)
 
     def dump(
         self,

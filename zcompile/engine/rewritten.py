@@ -35,42 +35,57 @@ class PassInputs:
 class Rewritten:
     """A step that passes have rewritten, and what running it takes of the traced one.
 
-    Attributes:
+    Args:
         program: What passes have made.
         primals: Names of the parameters among the inputs of the traced forward, None for each other input.
         flows: Through which results parameters get their gradients.
+        traced: Gives the step as it was traced.
+        pipeline: What it went through.
+        settled: What that depended on.
+        journal: What passes did, if it was in this process.
     """
 
-    def __init__(self, program: Program, primals: tuple[str | None, ...], flows: Flows, history: History) -> None:
-        self.program, self.primals, self.flows, self._history = program, primals, flows, history
+    def __init__(
+        self,
+        program: Program,
+        primals: tuple[str | None, ...],
+        flows: Flows,
+        traced: Callable[[], Program],
+        pipeline: Pipeline,
+        settled: PassInputs,
+        journal: Journal | None = None,
+    ) -> None:
+        self.program, self.primals, self.flows = program, primals, flows
+        self._trace, self._pipeline, self._settled, self._journal = traced, pipeline, settled, journal
+        self.is_from_cache = journal is None
+        """True for one that passes did not make in this process."""
 
     @classmethod
     def now(cls, traced: Program, pipeline: Pipeline, settled: PassInputs, journal: Journal) -> Rewritten:
-        """What `pipeline` makes of `traced`.
-
-        Raises:
-            ProgramError, PipelineError: a pass went wrong.
-        """
+        """What `pipeline` makes of `traced`. Raises ProgramError, PipelineError: a pass went wrong."""
         program = pipeline.verified(traced, journal).program
         inputs = traced.nodes(Parameter, Input)
         primals = [n for n in inputs if isinstance(data(n).op, Parameter) or op_of(n, Input).kind is Kind.DATA]
         names = (op_of(n, Parameter).name if isinstance(data(n).op, Parameter) else None for n in primals)
-        return cls(program, tuple(names), Flows(traced), History(lambda: traced, pipeline, settled, journal))
+        return cls(program, tuple(names), Flows(traced), lambda: traced, pipeline, settled, journal)
 
-    @property
-    def is_from_cache(self) -> bool:
-        """True for one that passes did not make in this process."""
-        return self._history.is_earlier
+    @cached_property
+    def traced(self) -> Program:
+        return self._trace()
 
     @property
     def journal(self) -> Journal:
         """What the passes did, one by one; of a step of an earlier process they run again for it."""
-        return self._history.journal(self.program)
+        if self._journal is None:
+            self._journal = Journal()
+            self._pipeline.verified(self.traced, self._journal)
+            self._journal.entries[-1] = replace(self._journal.entries[-1], after=self.program)  # the one that runs
+        return self._journal
 
     @cached_property
     def verified(self) -> Verified:
         """The program with what it has to compute, for passes that go on from it."""
-        return Verified.passed(self._history.traced, self._history.pipeline, self.program)
+        return Verified.passed(self.traced, self._pipeline, self.program)
 
     def content(self) -> bytes:
         """What `CachedStep.read` takes.
@@ -78,8 +93,7 @@ class Rewritten:
         Raises:
             NotStorableError: it has operations without a name, or numbers that depend on data.
         """
-        kept = CachedStep(self._history.settled, self.program, self.primals, self.flows, dumped(self._history.traced))
-        return dumped(kept)
+        return dumped(CachedStep(self._settled, self.program, self.primals, self.flows, dumped(self.traced)))
 
 
 class StepPrograms:
@@ -96,34 +110,6 @@ class StepPrograms:
         phases = self.program.phases if self.program.has_backward else (Phase.FORWARD,)
         found = [self.program.phase(phase) for phase in phases]
         return found if self.accumulating is None else [*found, self.accumulating.phase(Phase.BACKWARD)]
-
-
-class History:
-    """How a rewritten step came about.
-
-    Args:
-        traced: Gives the step as it was traced.
-        pipeline: What it went through.
-        settled: What that depended on.
-        journal: What it did, if it was in this process.
-    """
-
-    def __init__(
-        self, traced: Callable[[], Program], pipeline: Pipeline, settled: PassInputs, journal: Journal | None = None
-    ) -> None:
-        self._traced, self.pipeline, self.settled, self._journal = traced, pipeline, settled, journal
-        self.is_earlier = journal is None
-
-    @cached_property
-    def traced(self) -> Program:
-        return self._traced()
-
-    def journal(self, program: Program) -> Journal:
-        if self._journal is None:
-            self._journal = Journal()
-            self.pipeline.verified(self.traced, self._journal)
-            self._journal.entries[-1] = replace(self._journal.entries[-1], after=program)  # the one that runs
-        return self._journal
 
 
 @dataclass(frozen=True)
@@ -163,5 +149,5 @@ class CachedStep:
 
     def rewritten(self, pipeline: Pipeline, mode: FakeTensorMode) -> Rewritten:
         """The step, which went through a `pipeline` of the same passes; once more, if it must, in `mode`."""
-        history = History(functools.partial(self.traced, mode), pipeline, self.settled)
-        return Rewritten(self.program, self.primals, self.flows, history)
+        traced = functools.partial(self.traced, mode)
+        return Rewritten(self.program, self.primals, self.flows, traced, pipeline, self.settled)

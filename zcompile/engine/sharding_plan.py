@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zcompile.engine.calibration import measure
 from zcompile.engine.model_runtime import ModelRanks
 from zcompile.errors import ModelError, OptionError
+from zcompile.ir.axis import Axis
 from zcompile.ir.layout import STAGES, Hybrid, Layout
 from zcompile.model.sharding import check_kinds
 from zcompile.model.tensor_parallel import model_parallel
@@ -41,9 +43,9 @@ class Parts(NamedTuple):
     """What of a model is treated in which way: the options of these names."""
 
     units: UnitChoice | None
-    whole: Sequence[str] | None
-    ignore: Sequence[str] | None
-    keep_dtype: Sequence[str] | None
+    whole: Sequence[str] | None = None
+    ignore: Sequence[str] | None = None
+    keep_dtype: Sequence[str] | None = None
 
 
 class ShardingPlan:
@@ -96,24 +98,30 @@ class ShardingPlan:
 
     def _layout_over(self, mesh: DeviceMesh, options: Options, parallel: ModelParallel | None) -> Layout:
         axes = axes_of_mesh(mesh, None if parallel is None else parallel.mesh)
-        stage, (units, whole, ignore, keep) = STAGES[options.stage], self._parts
-        return make_layout(self.model, stage, axes, units, options.precision, whole, options.hybrid, ignore, keep)
+        return layout_of(self.model, axes, options, self._parts)
 
     def _settled(self, asked: Options) -> tuple[Options, list[str]]:
         """See `choose_shard`."""
         parallel = model_parallel(self.model, self._mesh)
-        data = self._data_ranks(asked, parallel)
+        data, held = self._data_ranks(asked, parallel), bytes_of_model(self.model)
+        over = partial(self._layout_over, parallel=parallel)
+        return choose_shard(asked, data, over, parallel, whole=bool(self._parts.whole), held=held)
 
-        def layout_of(options: Options) -> Layout:
-            return self._layout_over(as_one(data.mesh) if options.has_one_axis else data.mesh, options, parallel)
 
-        held = sum(local_tensor(p).nbytes for p in self.model.parameters() if not p.is_meta)
-        return choose_shard(asked, data, layout_of, parallel, whole=bool(self._parts.whole), held=held)
+def layout_of(model: nn.Module, axes: tuple[Axis, ...], options: Options, parts: Parts) -> Layout:
+    """The units of a model over axes."""
+    stage, (units, whole, ignore, keep) = STAGES[options.stage], parts
+    return make_layout(model, stage, axes, units, options.precision, whole, options.hybrid, ignore, keep)
 
 
 def data_ranks(mesh: DeviceMesh, device: torch.device, options: Options) -> Communicator:
     """The data-parallel ranks, along the axes that options tell apart. Collective."""
     return Communicator(as_one(mesh) if options.has_one_axis else mesh, device, options.hybrid)
+
+
+def bytes_of_model(model: nn.Module) -> int:
+    """Bytes of its parameters, as far as they have memory here."""
+    return sum(local_tensor(param).nbytes for param in model.parameters() if not param.is_meta)
 
 
 def ignored_names(model: nn.Module, layout: Layout) -> list[str]:
@@ -130,7 +138,7 @@ def model_lines(model: nn.Module, layout: Layout) -> list[str]:
 def choose_shard(
     asked: Options,
     data: Communicator,
-    layout_of: Callable[[Options], Layout],
+    over: Callable[[DeviceMesh, Options], Layout],
     parallel: ModelParallel | None = None,
     *,
     whole: bool = False,
@@ -143,7 +151,7 @@ def choose_shard(
     Args:
         asked: Options with shard="auto".
         data: The data-parallel ranks, along both dimensions.
-        layout_of: Gives the layout for other options.
+        over: Gives the layout over a mesh for other options.
         parallel: Over what tensor parallelism divides the model; None if it does not.
         whole: True if some parameters have owners.
         held: Bytes of the device that the model takes now, and does not once it is sharded.
@@ -157,14 +165,17 @@ def choose_shard(
     others = () if parallel is None else (parallel.mesh, parallel.ranks)
     tensor, everyone = (Communicator(one, data.device) for one in others) if others else (None, None)
     candidates = _candidates(asked, divides=not whole and repeats_outside(data.mesh))
-    # What may raise an error comes before others wait for this rank.
-    lines = [str(asked), *layout_of(replace(asked, shard=candidates[-1])).lines]
+
+    def laid_out(shard: str) -> Layout:
+        options = replace(asked, shard=shard)
+        return over(as_one(data.mesh) if options.has_one_axis else data.mesh, options)
+
+    lines = [str(asked), *laid_out(candidates[-1]).lines]  # may raise an error: before others wait for this rank
     agreement = Agreement(data)
     agreement.reach("the model", lines)  # where ranks without a choice to make come first; they do not measure
     hardware = measure(data, asked.dtype or torch.float32, tensor)
     away = asked.offload_parameters is not None
-    layouts = {shard: replace(layout_of(replace(asked, shard=shard)), away=away) for shard in candidates}
-    estimates = [estimate(shard, layout, hardware) for shard, layout in layouts.items()]
+    estimates = [estimate(shard, replace(laid_out(shard), away=away), hardware) for shard in candidates]
     told = json.dumps(as_message(estimates, room_in(free_bytes(data.device) + held, asked.limit)))
     shared = (agreement if everyone is None else Agreement(everyone)).share('the choice of shard="auto"', told)
     choice = choose([json.loads(text) for text in shared])

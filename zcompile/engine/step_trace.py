@@ -62,11 +62,7 @@ def is_intercepting() -> bool:
 
 
 def offer(program: Program, request: Callable[[], Request]) -> None:
-    """A program is about to be compiled as `request` says.
-
-    Raises:
-        Traced: somebody only wants to see it.
-    """
+    """A program is about to be compiled as `request` says. Raises Traced: somebody only wants to see it."""
     if _INTERCEPTING.get():
         raise Traced(program, request())
 
@@ -83,11 +79,6 @@ class CallSpec:
     def leaves(self) -> list[Any]:
         """All that it is given, containers taken apart."""
         return tree_leaves((self.args, dict(self.kwargs)))
-
-
-def trace_call(model: nn.Module, layout: Layout, called: CallSpec, device: torch.device, what: str) -> Program:
-    """The program of a call, with its backward: see `StepTrace`."""
-    return StepTrace(model, layout, called, device, what).program
 
 
 class StepTrace:

@@ -18,8 +18,8 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zcompile.engine.optimizers import check_before_step
-from zcompile.errors import OptimizerError, OptionError
+from zcompile.engine.optimizers import check_before_step, parameters_held, scaled_bfloat16
+from zcompile.errors import OptionError
 from zcompile.ir.actions import ActionTable
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.torch_internals.dtensor import local_tensor
@@ -61,30 +61,44 @@ class StepOptions:
         return self.clip_grad_norm is not None or self.grad_scaler is not None
 
 
-class BaseStep:
-    """A model, its loss and its optimizers. Collective: every rank calls it.
+@dataclass(frozen=True)
+class Training:
+    """A model, its loss and its optimizers.
 
-    Args:
-        model: The model; a compiled one, or one that is divided at the first step.
+    Attributes:
+        model: A plain one, or one that is compiled.
         loss_fn: What gives the loss; None: the model itself.
         optimizers: Those of the model's parameters.
-        asked: What a step is to do.
+    """
+
+    model: nn.Module
+    loss_fn: LossFunction | None
+    optimizers: Sequence[Optimizer]
+
+    def call(self, then: Callable[[Any], Any]) -> tuple[Callable[..., Any], inspect.Signature]:
+        """A function of a batch that gives what `then` makes of the loss, and the signature of what gives the loss."""
+        model, loss_fn = self.model, self.loss_fn
+        call: Callable[..., Any] = model if loss_fn is None else loss_fn
+        first = () if loss_fn is None else (model,)
+        signature = inspect.signature(type(model).forward if loss_fn is None else loss_fn)
+        return lambda *args, **kwargs: then(call(*first, *args, **kwargs)), signature
+
+
+class BaseStep:
+    """A train step. Collective: every rank calls it.
+
+    Args:
+        trained: What it trains; the model is compiled, or divided at the first step.
+        asked: What it is to do.
         updater: What steps the optimizers as soon as gradients are there; None where all gradients are kept.
     """
 
     grad_norm: torch.Tensor | None = None
     """With `clip_grad_norm=`, the norm of all gradients of the last step before it was clipped, a plain tensor."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction | None,
-        optimizers: Sequence[Optimizer],
-        asked: StepOptions,
-        updater: Updater | None,
-    ) -> None:
-        self.model, self.optimizers, self.clip_grad_norm = model, optimizers, asked.clip_grad_norm
-        self._loss_fn, self._scaler, self._updater = loss_fn, asked.grad_scaler, updater
+    def __init__(self, trained: Training, asked: StepOptions, updater: Updater | None) -> None:
+        self.model, self.optimizers, self.clip_grad_norm = trained.model, trained.optimizers, asked.clip_grad_norm
+        self._trained, self._scaler, self._updater = trained, asked.grad_scaler, updater
 
     def _check_before(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raise ParameterError or OptimizerError where a step would lose a gradient, or a hook find none."""
@@ -107,16 +121,6 @@ class BaseStep:
         self.model.zero_grad()  # of what no optimizer holds
 
 
-def loss_call(
-    model: nn.Module, loss_fn: LossFunction | None, then: Callable[[Any], Any]
-) -> tuple[Callable[..., Any], inspect.Signature]:
-    """A function of a batch that gives what `then` makes of the result of the loss, and the signature of the loss."""
-    call: Callable[..., Any] = model if loss_fn is None else loss_fn
-    first = () if loss_fn is None else (model,)
-    signature = inspect.signature(type(model).forward if loss_fn is None else loss_fn)
-    return lambda *args, **kwargs: then(call(*first, *args, **kwargs)), signature
-
-
 def has_metrics(result: object) -> bool:
     """True for a loss with metrics beside it."""
     return type(result) is tuple and len(result) == 2 and type(result[1]) is dict
@@ -133,6 +137,16 @@ def without_gradients(result: Any) -> Any:
         return result
     loss, metrics = result
     return loss, {name: one.detach() if isinstance(one, torch.Tensor) else one for name, one in metrics.items()}
+
+
+ONE_ELEMENT = "return the loss, a tensor of one element"
+"""What to do where a loss function gives anything else."""
+
+
+def untrained_loss() -> OptionError:
+    """The error of a loss that has no gradient."""
+    fix = "compute it from what model(...) gives, without detach() or no_grad()"
+    return OptionError("loss_fn", "gives a loss that depends on no parameter that is trained", fix)
 
 
 def check_metrics(metrics: dict[Any, bool]) -> None:
@@ -201,8 +215,7 @@ def check_scaler(scaler: object, dtype: torch.dtype | None) -> GradScaler | None
             raise OptionError("dtype", problem, "give torch.bfloat16, or grad_scaler=torch.amp.GradScaler(device)")
         return None
     if dtype is torch.bfloat16:
-        problem = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
-        raise OptimizerError("GradScaler", problem, "leave it out, or give it enabled=False")
+        raise scaled_bfloat16()
     return scaler
 
 
@@ -244,8 +257,7 @@ class Overflow:
         """Let each optimizer have a gradient that is not finite, if any rank has; gives those that are to step."""
         stepping = []
         for optimizer in optimizers:
-            params = (one for group in optimizer.param_groups for one in group["params"])
-            gradients = [local_tensor(one.grad) for one in params if one.grad is not None]
+            gradients = [local_tensor(one.grad) for one in parameters_held(optimizer) if one.grad is not None]
             if gradients:
                 stepping.append(optimizer)
             for gradient in gradients:

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
 from zcompile.engine.step_trace import CallSpec
+from zcompile.engine.train_steps import ONE_ELEMENT, untrained_loss
 from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Input
@@ -78,7 +79,7 @@ def check_traced(traced: Program, metrics: int = 0, *, trains: bool = True) -> N
         OptionError: what it gives is no loss that is trained, or something is trained that is no parameter.
         CaptureError: it writes to a tensor that is no buffer.
     """
-    outputs, fix = results_of(traced), "return the loss, a tensor of one element"
+    outputs, fix = results_of(traced), ONE_ELEMENT
     loss = data(outputs[0]).type if outputs and isinstance(outputs[0], fx.Node) else None
     if len(outputs) != 1 + metrics:
         fix += ", or the loss and a dict of tensors, which are metrics"
@@ -86,8 +87,7 @@ def check_traced(traced: Program, metrics: int = 0, *, trains: bool = True) -> N
     if loss is None or loss.shape not in ((), (1,)):
         raise OptionError("loss_fn", f"gives a tensor of {list(loss.shape)}" if loss else "gives no tensor", fix)
     if trains and not traced.has_backward:
-        fix = "compute it from what model(...) gives, without detach() or no_grad()"
-        raise OptionError("loss_fn", "gives a loss that depends on no parameter that is trained", fix)
+        raise untrained_loss()
     if any(gradient is not None for gradient in traced.results.input_gradients):
         problem = "computes with a tensor that is trained, and is no parameter of the model"
         raise OptionError("loss_fn", problem, "make it a parameter of the model")

@@ -20,18 +20,18 @@ from zcompile.cost.hardware import CPU, GPU, Hardware
 from zcompile.cost.memory import model_state
 from zcompile.engine.calibration import measure
 from zcompile.engine.model_runtime import ModelRuntime
-from zcompile.engine.optimizers import point_at_shards, watch_optimizers
+from zcompile.engine.optimizers import parameters_held, point_at_shards, watch_optimizers
 from zcompile.engine.reports import Reports
+from zcompile.engine.sharding_plan import Parts, bytes_of_model, layout_of
 from zcompile.engine.step_trace import CallSpec, StepTrace, changed_line
-from zcompile.engine.train_steps import FlatResults, LossFunction, StepOptions, StepResult, settings_of
+from zcompile.engine.train_steps import FlatResults, StepOptions, StepResult, Training, settings_of
 from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.ir.actions import ActionTable
-from zcompile.ir.layout import STAGES, Layout
+from zcompile.ir.layout import Layout
 from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Input, Kind
 from zcompile.ir.program import Program
 from zcompile.model.sharding import Retired, retire, shard_model
-from zcompile.model.units import make_layout
 from zcompile.pipelining.batch_means import check_mean
 from zcompile.pipelining.guard import (
     SAME_DATA,
@@ -76,9 +76,7 @@ class StepSetup:
         flat: What makes results of a list of tensors.
     """
 
-    model: nn.Module
-    loss_fn: LossFunction | None
-    optimizers: Sequence[Optimizer]
+    trained: Training
     ranks: PipelineRanks
     table: ActionTable
     options: Options
@@ -105,7 +103,7 @@ class StepSetup:
         """What runs a program of this rank, which all ranks call `common`. Collective."""
         results = StepResults.of(self.flat.names, traced, made, self.ranks.links, self.asked.results)
         updater = self.updater if self.table.trains else None
-        return PipelinedRun(made, traced, runtime, self.ranks, self.model, results, common, updater)
+        return PipelinedRun(made, traced, runtime, self.ranks, self.trained.model, results, common, updater)
 
 
 @dataclass(frozen=True)
@@ -121,11 +119,7 @@ class ReadyStep:
     options: Options
 
     def check(self, parts: Sequence[CallSpec]) -> list[torch.Tensor]:
-        """The tensors that the step reads beside its arguments, parameters and buffers, if nothing has changed.
-
-        Raises:
-            OptionError, ModelError: as `StepGuard.check`.
-        """
+        """The tensors that the step reads beside its arguments, parameters and buffers, if nothing has changed."""
         for part in parts:
             self.guard.check(part)
         return self.trace.others(parts[0])
@@ -139,13 +133,13 @@ def prepare(setup: StepSetup, first: CallSpec, owner: object) -> ReadyStep:
         OptionError: an option that the model is not for.
         AgreementError: the ranks trace other steps.
     """
-    ranks, model = setup.ranks, setup.model
+    ranks, model = setup.ranks, setup.trained.model
     trace = ranks.everyone.attempt("the traced step", lambda: trace_step(setup, first))[0]
     common = ranks.compare("the options and the traced step", "\n".join([*setup.agreement_lines(), str(trace.program)]))
     place, options, made = _rewritten(setup, trace.program)
     texts = ranks.fitting_texts("the programs of all ranks", made.program)
     warn_of_batch_statistics(model, trace.program)
-    runtime, retired = divide_model(model, made.program, trace.program, ranks, options, setup.optimizers)
+    runtime, retired = divide_model(setup, made.program, trace.program, options)
     watch_optimizers(owner, runtime, retired)
     runtime.keep_states(setup.asked.offload_optimizer, setup.updater)
     run = setup.loaded(made, trace.program, runtime, common)
@@ -161,9 +155,9 @@ def trace_step(setup: StepSetup, first: CallSpec, like: StepTrace | None = None)
     Raises:
         CaptureError, OptionError: it is none that a pipeline can run.
     """
-    what, device, dtype = type(setup.model).__name__, setup.ranks.device, setup.options.dtype
+    what, device, dtype = type(setup.trained.model).__name__, setup.ranks.device, setup.options.dtype
     layout = _layout(setup) if like is None else like.program.layout
-    trace = StepTrace(setup.model, layout, first, device, what, dtype, like)
+    trace = StepTrace(setup.trained.model, layout, first, device, what, dtype, like)
     if trace.writes:
         problem = "is changed by the step's code, and a pipeline's step is traced once and runs none of it"
         raise CaptureError(trace.writes[0], problem, "keep it in a buffer, or change it between steps")
@@ -175,8 +169,7 @@ def trace_step(setup: StepSetup, first: CallSpec, like: StepTrace | None = None)
 
 def _layout(setup: StepSetup) -> Layout:
     options = setup.options
-    stage, precision, hybrid = STAGES[options.stage], options.precision, options.hybrid
-    layout = make_layout(setup.model, stage, setup.ranks.axes, setup.units, precision, hybrid=hybrid)
+    layout = layout_of(setup.trained.model, setup.ranks.axes, options, Parts(setup.units))
     layout = replace(layout, away=options.offload_parameters == "cpu")
     check_gathered(layout, options.outer_gather_dtype)
     return layout
@@ -206,7 +199,7 @@ def _with_budget(setup: StepSetup, traced: Program, place: PipelinePlace) -> Opt
     if options.checkpoint != "auto":
         return options
     layout = layout_of_rank(traced, place)
-    before = sum(local_tensor(parameter).nbytes for parameter in setup.model.parameters() if not parameter.is_meta)
+    before = bytes_of_model(setup.trained.model)
     shards = 0 if layout.away else model_state(layout).parameters
     budget = checkpoint_budget(options, layout, lambda: free_bytes(setup.ranks.device) + before - shards)
     return replace(options, checkpoint=budget)
@@ -227,19 +220,13 @@ def _prefetch(setup: StepSetup, traced: Program, place: PipelinePlace, options: 
     return int(max(depths) if options.memory_limit is None else min(depths))
 
 
-def divide_model(
-    model: nn.Module,
-    program: Program,
-    traced: Program,
-    ranks: PipelineRanks,
-    options: Options,
-    optimizers: Sequence[Optimizer],
-) -> tuple[ModelRuntime, Retired]:
+def divide_model(setup: StepSetup, program: Program, traced: Program, options: Options) -> tuple[ModelRuntime, Retired]:
     """What the program of a rank runs with: the rank's units, sharded. Collective.
 
     Parameters of other units, and buffers that only other ranks write to, are on meta behind it, and in no group of the
     optimizers. All begin with the values of the first rank.
     """
+    model, ranks, optimizers = setup.trained.model, setup.ranks, setup.trained.optimizers
     named = (*model.named_parameters(), *model.named_buffers())
     blank = [name for name, tensor in named if tensor.is_meta]
     ranks.everyone.reach("what of the model is on meta", blank, "build it on meta on all ranks, or on none")
@@ -269,22 +256,20 @@ def written_buffers(program: Program) -> set[str]:
 def _leave_parameters(model: nn.Module, own: set[int], optimizers: Sequence[Optimizer]) -> None:
     """Free the parameters that other ranks keep: what stands in their place has a shape and no memory."""
     for optimizer in optimizers:
+        for parameter in parameters_held(optimizer):
+            if id(parameter) not in own:
+                optimizer.state.pop(parameter, None)
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in own:
-                    optimizer.state.pop(parameter, None)
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
-    others = {
-        id(parameter): (name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in own
-    }
+    others = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in own]
     empty = {
-        key: nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
-        for key, (_, parameter) in others.items()
+        id(old): nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device="meta"), old.requires_grad)
+        for _, old in others
     }
     for module in model.modules():
         table = parameters_of(module)
         table.update({key: empty[id(old)] for key, old in table.items() if old is not None and id(old) in empty})
-    for name, parameter in others.values():
+    for name, parameter in others:
         give_up(parameter)
         retire(parameter, name)
 
@@ -305,21 +290,6 @@ MOST = 8
 """Evaluations whose programs are kept: of batches of other sizes, and of the model in other modes."""
 
 
-@dataclass(frozen=True)
-class AskedEvaluation:
-    """A batch to evaluate.
-
-    Attributes:
-        parts: Its micro-batches.
-        traced_for: What they are made of, and the mode that the model is in.
-        extra: What the evaluation reads beside them; None where it has not been traced.
-    """
-
-    parts: Sequence[CallSpec]
-    traced_for: str
-    extra: list[torch.Tensor] | None
-
-
 class Evaluations:
     """The evaluations of a model that is divided, made as they are asked for.
 
@@ -332,35 +302,37 @@ class Evaluations:
         self.setup, self._ready = setup, ready
         self._made: dict[str, tuple[PipelinedRun, StepTrace]] = {}
 
-    def look_up(self, parts: Sequence[CallSpec]) -> AskedEvaluation:
-        """What is asked for by the micro-batches of a batch.
+    def look_up(self, parts: Sequence[CallSpec]) -> tuple[Sequence[CallSpec], str, list[torch.Tensor] | None]:
+        """What `run` takes for the micro-batches of a batch: these, and what an evaluation of them is traced for.
+
+        And what it reads beside them; None where it has not been traced.
 
         Raises:
             OptionError, ModelError: these differ from each other, or the model has other modules than its train step.
         """
         self._ready.guard.check_modules()
-        traced_for, *others = (traced_with(self.setup.model, part) for part in parts)
+        traced_for, *others = (traced_with(self.setup.trained.model, part) for part in parts)
         for other in others:
             if line := changed_line(traced_for, other):
                 raise OptionError("batch", f"has micro-batches that differ: {line}", "give all of them the same kinds")
-        return AskedEvaluation(parts, traced_for, self._extra(traced_for, parts[0]))
+        return parts, traced_for, self._extra(traced_for, parts[0])
 
-    def run(self, asked: AskedEvaluation) -> StepResult | None:
+    def run(self, parts: Sequence[CallSpec], traced_for: str, extra: list[torch.Tensor] | None) -> StepResult | None:
         """The results of a batch. Collective.
 
         Raises:
             As `PipelinedStep.evaluate`.
         """
-        lockstep, is_new = self._ready.run.runtime.lockstep, asked.extra is None
-        digest = hashlib.sha256(asked.traced_for.encode(errors="backslashreplace")).hexdigest()
+        lockstep, is_new = self._ready.run.runtime.lockstep, extra is None
+        digest = hashlib.sha256(traced_for.encode(errors="backslashreplace")).hexdigest()
         call = lockstep.enter(RunKind.EVALUATION, digest, [NEW] if is_new else [], is_new=is_new)
         lockstep.check()
         if NEW in call.marks:
-            self._made[asked.traced_for] = self._prepared(asked.parts)
-        extra = self._extra(asked.traced_for, asked.parts[0]) if asked.extra is None else asked.extra
+            self._made[traced_for] = self._prepared(parts)
+        extra = self._extra(traced_for, parts[0]) if extra is None else extra
         assert extra is not None, "it has just been traced"
-        run, _ = self._made[asked.traced_for]
-        return run.evaluate([[*part.leaves(), *extra] for part in asked.parts])
+        run, _ = self._made[traced_for]
+        return run.evaluate([[*part.leaves(), *extra] for part in parts])
 
     def _extra(self, traced_for: str, first: CallSpec) -> list[torch.Tensor] | None:
         """What an evaluation reads beside its arguments; None where it has to be traced, or traced again."""
@@ -385,15 +357,11 @@ class Evaluations:
         return setup.loaded(made, trace.program, trained.run.runtime, common), trace
 
     def _rewritten(self, traced: Program) -> PipelinedProgram:
-        """The program of this rank.
-
-        Raises:
-            CaptureError: it reads a buffer that only another rank has.
-        """
+        """The program of this rank. Raises CaptureError: it reads a buffer that only another rank has."""
         place = replace(self._ready.place, table=self.setup.table)
         options = replace(self._ready.options, checkpoint=None, offload_activations=None)
         made = rewrite(traced, place, options, self.setup.hardware, updates=False)
-        buffers = dict(self.setup.model.named_buffers())
+        buffers = dict(self.setup.trained.model.named_buffers())
         inputs = [op_of(node, Input) for node in traced.nodes(Input)]
         given = [op for op in inputs if op.kind is Kind.DATA]
         for op in (op_of(node, Input) for node in made.program.nodes(Input)):

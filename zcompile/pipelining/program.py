@@ -145,12 +145,8 @@ def rewrite(
         traced: The step of one micro-batch, of the whole model, laid out for the ranks that it is to run on.
         place: Where this rank is in the pipeline.
         options: What is asked for.
-        hardware: What messages are made for, where `options` do not say it.
+        hardware: What messages are made for, where options do not say it.
         updates: Let the optimizer use gradients as soon as they are there.
-
-    Raises:
-        OptionError: the stages cannot begin with these units.
-        ProgramError, PipelineError: a pass went wrong.
     """
     steps, stages, step = _unrolled(traced, place, options, hardware, updates=updates)
     values = values_of_rank(traced, step, stages, place)
@@ -302,8 +298,7 @@ def within_budget(
         own: The numbers of the rank's.
         rewritten: Rewrites one of them, within "unit" or bytes of the step that its last argument makes of a program.
         step_of: The finished step of stages that are rewritten.
-        checkpoint: Bytes beside shards and optimizer state, or a share of what the step holds with nothing computed
-            again.
+        checkpoint: Bytes beside shards and optimizer state, or a share of what is held with nothing computed again.
 
     Raises:
         OptionError: no choice is as small as that.

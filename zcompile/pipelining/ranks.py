@@ -66,7 +66,7 @@ class PipelineRanks(ModelRanks):
 
     @classmethod
     def of(cls, model: nn.Module, mesh: DeviceMesh, device: torch.device, options: Options) -> PipelineRanks:
-        """Those of a mesh that `device_of` takes. Collective."""
+        """Those of a mesh that `checked_device` takes. Collective."""
         tensor = check_divided(model)
         own = _with_data(mesh, tensor)
         shared = own[_data_names(own, tensor)]
@@ -137,12 +137,13 @@ class PipelineRanks(ModelRanks):
         return self.links.rank == 0 and self.data.rank == 0
 
 
-def device_of(model: nn.Module, mesh: DeviceMesh) -> torch.device:
+def checked_device(model: nn.Module, mesh: DeviceMesh, options: Options) -> torch.device:
     """Where a model is trained on a mesh with a dimension "pp", and perhaps others of data and tensor parallelism.
 
     Raises:
         GroupError: it has others, or is for another device than the model's.
         ModelError: tensor parallelism divides the model as a pipeline cannot have it.
+        OptionError: its data-parallel dimensions are not what options are for.
     """
     tensor, names = check_divided(model), list(mesh.mesh_dim_names or ())
     data, parts = _data_names(mesh, tensor), [] if tensor is None else [_name_of(tensor)]
@@ -165,16 +166,11 @@ def device_of(model: nn.Module, mesh: DeviceMesh) -> torch.device:
     if device.type != mesh.device_type:
         fix = f"move the model to {mesh.device_type!r}, or make the mesh for {device.type!r}"
         raise GroupError("mesh", f"is for {mesh.device_type!r}, the model is on {device.type!r}", fix)
-    return device
-
-
-def check_levels(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
-    """Raise OptionError or GroupError if the data-parallel dimensions of a mesh are not what options are for."""
-    names = _data_names(mesh, check_divided(model))
-    levels = 1 if options.has_one_axis else max(len(names), 1)
+    levels = 1 if options.has_one_axis else max(len(data), 1)
     check_dimensions(options.shard, options.outer_dtype, levels)
     if levels > 1:
-        check_inside(mesh[names], options.hybrid)
+        check_inside(mesh[data], options.hybrid)
+    return device
 
 
 def _data_names(mesh: DeviceMesh, tensor: DeviceMesh | None) -> tuple[str, ...]:

@@ -38,15 +38,11 @@ class PipelineCode:
     table: ActionTable
     texts: Sequence[str]
 
-    @property
-    def programs(self) -> list[Program]:
-        """This rank's, of a whole step."""
-        return [self.journals[0].entries[-1].after]
-
     @cached_property
     def programs_along(self) -> list[Program]:
         """Other ranks' by their texts, which do not say whether a backend fuses operations."""
-        fuses = all(region.fuses for region in self.programs[0].regions.values())
+        own = self.journals[0].entries[-1].after
+        fuses = all(region.fuses for region in own.regions.values())
         return [_fusing(parse(text), fuses=fuses) for text in self.texts]
 
     def explain(self) -> str:

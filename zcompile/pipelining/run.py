@@ -35,15 +35,8 @@ from zcompile.runtime.stage_links import StageLinks
 class PipelinedRun(LoadedProgram):
     """What runs the steps of a rank.
 
-    Args:
-        made: This rank's step.
-        traced: The step of one micro-batch, the same on all ranks.
-        runtime: The runtime of the model.
-        ranks: The groups of ranks that the step communicates along.
-        model: Whose buffers it reads.
-        results: What makes the results of a step of what its program returns.
-        common: What the step is called by all ranks.
-        updater: What steps the optimizers, where the program updates.
+    `traced` is the step of one micro-batch, the same on all ranks; `common` what all of them call it. The program
+    reads the buffers of `model`.
     """
 
     def __init__(
@@ -76,10 +69,6 @@ class PipelinedRun(LoadedProgram):
         Args:
             microbatches: Of each what the call is given, containers taken apart.
             scale: What the loss is multiplied by for the backward, [].
-
-        Raises:
-            GroupError: another rank failed or stayed away.
-            AgreementError: the ranks are out of step.
         """
         self._enter(RunKind.STEP)
         tangent = torch.full_like(self._results.zero(), 1 / len(microbatches))
@@ -110,6 +99,7 @@ class PipelinedRun(LoadedProgram):
             with torch.no_grad(), numbers, updater.updating() if updater is not None else nullcontext():
                 outputs, gradients = run(box)
         except BaseException:
+            # What was begun goes on in streams of its own, over memory that the next step is lent again.
             ranks.data.order_all()
             ranks.links.order_all()
             runtime.settle()

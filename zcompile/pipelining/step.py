@@ -18,7 +18,7 @@ from zcompile.engine.interpreter import in_large_frame
 from zcompile.engine.optimizers import check_optimizers
 from zcompile.engine.reports import Reported, Reports
 from zcompile.engine.step_trace import CallSpec
-from zcompile.engine.train_steps import BaseStep, FlatResults, LossFunction, Overflow, StepOptions, loss_call, scale_of
+from zcompile.engine.train_steps import BaseStep, FlatResults, Overflow, StepOptions, Training, scale_of
 from zcompile.errors import AgreementError, OptionError, StateError, ZcompileError, briefly
 from zcompile.ir.program import Program
 from zcompile.model.sharding import check_kinds
@@ -26,7 +26,7 @@ from zcompile.pipelining.action_tables import action_table
 from zcompile.pipelining.guard import SAME_DATA, digest_of, microbatches_of
 from zcompile.pipelining.preparation import Evaluations, ReadyStep, StepSetup, prepare
 from zcompile.pipelining.program import check_options
-from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, check_levels, device_of
+from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, checked_device
 from zcompile.runtime.agreement import preflight_barrier, propagate_failure
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.executor import Gradients, InsideAverages
@@ -44,34 +44,27 @@ _TAKEN |= {"shard", "outer_dtype", "outer_gather_dtype", "offload_parameters", "
 """Options of `zcompile.compile` that a pipeline takes, beside `units` and `mesh`."""
 
 
-def pipelined_step(
-    model: nn.Module,
-    loss_fn: LossFunction | None,
-    optimizers: Sequence[Optimizer],
-    asked: StepOptions,
-    given: dict[str, Any],
-) -> PipelinedStep:
+def pipelined_step(trained: Training, asked: StepOptions, given: dict[str, Any]) -> PipelinedStep:
     """A train step on the mesh among the options that are `given`.
 
     Raises:
         OptionError: an option that a pipeline does not take, or a schedule that is not for so many ranks.
         GroupError, OptimizerError: as `zcompile.train_step`.
     """
-    mesh, units = given.pop("mesh"), given.pop("units", None)
+    mesh, units, model = given.pop("mesh"), given.pop("units", None), trained.model
     with propagate_failure(lambda: ranks_of(mesh), every=True):
         options = _options_of(given)
         check_kinds(model)
-        check_optimizers(optimizers, model)
+        check_optimizers(trained.optimizers, model)
         if asked.grad_scaler is not None:
             _check_scales(model, options)
-        device = device_of(model, mesh)
-        check_levels(model, mesh, options)
+        device = checked_device(model, mesh, options)
         table = action_table(asked.schedule, mesh[PIPELINE].size(), asked.microbatches, asked.stages_per_rank)
     preflight_barrier(ranks_of(mesh), device, "a pipelined train step")
     ranks = PipelineRanks.of(model, mesh, device, options)
     ranks = ranks.with_replicated(model, first=ranks.first)
-    updater = None if asked.keeps_gradients else Updater(optimizers)
-    return PipelinedStep(StepSetup(model, loss_fn, optimizers, ranks, table, options, units, asked, updater))
+    updater = None if asked.keeps_gradients else Updater(trained.optimizers)
+    return PipelinedStep(StepSetup(trained, ranks, table, options, units, asked, updater))
 
 
 def _options_of(given: dict[str, Any]) -> Options:
@@ -106,7 +99,7 @@ class PipelinedStep(BaseStep, Savable, Reported):
     """
 
     def __init__(self, setup: StepSetup) -> None:
-        super().__init__(setup.model, setup.loss_fn, setup.optimizers, setup.asked, setup.updater)
+        super().__init__(setup.trained, setup.asked, setup.updater)
         self._setup, self._ranks, self.table = setup, setup.ranks, setup.table
         self._overflow = None if self._scaler is None else Overflow(setup.ranks.device)
         self._compared = False
@@ -173,7 +166,7 @@ class PipelinedStep(BaseStep, Savable, Reported):
             setup = replace(self._setup, table=self.table.forwards(), flat=FlatResults())
             self._evaluations = Evaluations(setup, self._made)
         evaluations, flat = self._evaluations, self._evaluations.setup.flat
-        return evaluations.run(self._reporting(lambda: evaluations.look_up(self._microbatches(batch, named, flat))))
+        return evaluations.run(*self._reporting(lambda: evaluations.look_up(self._microbatches(batch, named, flat))))
 
     @briefly
     def prepare(self, *batch: Any, **named: Any) -> None:
@@ -234,7 +227,7 @@ class PipelinedStep(BaseStep, Savable, Reported):
 
     def _microbatches(self, batch: tuple[Any, ...], named: dict[str, Any], flat: FlatResults) -> list[CallSpec]:
         """The calls of the micro-batches of a batch, whose results `flat` makes tensors of."""
-        call, signature = loss_call(self.model, self._loss_fn, flat)
+        call, signature = self._trained.call(flat)
         names = tuple(signature.parameters)[1:]
         # Of this step they hold nothing: torch remembers what it has traced, which must not keep the step alive.
         return [CallSpec(call, *part, names) for part in microbatches_of(batch, named, self.table.microbatches)]
@@ -247,10 +240,7 @@ class PipelinedStep(BaseStep, Savable, Reported):
         return self._made
 
     def _shown(self) -> Reports:
-        if self._made is None:
-            problem = "has no program yet: it is traced at the first step"
-            raise StateError("model", problem, "call step.prepare(*batch) before, with any batch")
-        return self._made.reports
+        return self._taken("has no program yet: it is traced at the first step").reports
 
     @property
     def traffic(self) -> TrafficMeter:
@@ -258,10 +248,13 @@ class PipelinedStep(BaseStep, Savable, Reported):
         return self._ranks.data.traffic
 
     def _stored(self) -> ModelState:
+        return self._taken("is not divided yet: that happens at the first step, which traces the model").state
+
+    def _taken(self, problem: str) -> ReadyStep:
+        """What takes the step; raises StateError with `problem` before there is one."""
         if self._made is None:
-            problem = "is not divided yet: that happens at the first step, which traces the model"
             raise StateError("model", problem, "call step.prepare(*batch) before, with any batch")
-        return self._made.state
+        return self._made
 
 
 def deliver(gradients: Sequence[Gradients | InsideAverages]) -> list[nn.Parameter]:

@@ -76,9 +76,10 @@ class Options:
         divides = self.hybrid is not Hybrid.HSDP or self.shard == AUTO
         check_gather_wire(self.outer_gather_dtype, self.stage, divides=divides)
         checkpoint_of(self.checkpoint)
-        if self.memory_limit is not None and (option := self._keeps_memory()):
+        keeping = [option for option in ("cuda_graphs", "arenas") if getattr(self, option)]
+        if self.memory_limit is not None and keeping:
             fix = "leave one of the two out: an arena has room for what is alive at most, and has it all the time"
-            raise OptionError(option, "cannot be had beside a memory_limit", fix)
+            raise OptionError(keeping[0], "cannot be had beside a memory_limit", fix)
         if self.offload_parameters is not None and self.stage == 0:
             fix = "choose stage 1, 2 or 3, or leave it out"
             raise OptionError("offload_parameters", "moves shards, and stage 0 has none", fix)
@@ -86,10 +87,6 @@ class Options:
             problem = "takes gradients to the host, and stage 1 keeps full ones"
             raise OptionError("offload_parameters", problem, "choose stage 2 or 3, or leave it out")
         self.pipeline()
-
-    def _keeps_memory(self) -> str | None:
-        """The option by which memory is kept from step to step."""
-        return "cuda_graphs" if self.cuda_graphs else "arenas" if self.arenas else None
 
     @classmethod
     def among(cls, given: Mapping[str, Any]) -> Options:
@@ -100,7 +97,7 @@ class Options:
         """What every rank must have asked for: all that is not a rank's own, but for what is left at its default."""
         given = {field: getattr(self, field.name) for field in fields(self) if not field.metadata.get(_OWN)}
         return " ".join(
-            f"{field.name} {_kind_of_place(value) if field.metadata.get(_PLACE) else value}"
+            f"{field.name} {value.partition(':')[0] if field.metadata.get(_PLACE) else value}"
             for field, value in given.items()
             if field.name == "stage" or value != field.default
         )
@@ -198,11 +195,6 @@ class Options:
             if option == "prefetch":
                 fix = "give a number, or changes to the pipeline by name"
             raise OptionError(option, "is of no use beside a pipeline given as a whole", fix)
-
-
-def _kind_of_place(place: str | None) -> str | None:
-    """`disk` of "disk:FOLDER"."""
-    return None if place is None else place.partition(":")[0]
 
 
 def _check_changes(passes: object) -> None:

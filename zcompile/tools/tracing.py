@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zcompile.engine.step_trace import CallSpec, trace_call
+from zcompile.engine.step_trace import CallSpec, StepTrace
 from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.frontend.dynamo import autocast
 from zcompile.ir.layout import STAGES
@@ -71,7 +71,7 @@ def trace(
     names = tuple(signature.parameters)[1:]
     called = CallSpec(lambda *a, **k: results(call(*a, **k)) if results else call(*a, **k), given[0], given[1], names)
     with autocast_of(device), autocast(HOST, dtype):
-        program = trace_call(model, layout, called, torch.device(HOST), type(model).__name__)
+        program = StepTrace(model, layout, called, torch.device(HOST), type(model).__name__).program
     if not program.has_backward:
         fix = "let its forward return a loss, or outputs that depend on parameters with requires_grad"
         raise CaptureError(type(model).__name__, "has no backward: what it returns has no gradient", fix)

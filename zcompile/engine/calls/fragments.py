@@ -29,6 +29,7 @@ from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
 from zcompile.engine.calls.plain_reads import PlainReads
 from zcompile.engine.engine import Engine
 from zcompile.engine.interpreter import in_large_frame, old_objects_frozen
+from zcompile.engine.optimizers import hooked
 from zcompile.errors import CaptureError, OptionError, ParameterError, ZcompileError, shortened
 from zcompile.frontend.capture import Names, refuse_handed_on
 from zcompile.frontend.dynamo import BREAKS, traceable, typed_errors
@@ -67,8 +68,6 @@ class Tree:
         """No code that is traced calls these."""
         self.root = Fragment(self, self.model, "", lambda *args, **kwargs: self.model(*args, **kwargs))
         self.call: ModelCall | None = None
-        self.is_full = False
-        """True within `unsharded`."""
         self.face: nn.Module | None = None
         """The compiled module, for who has the given one."""
         self._fragments: dict[MethodInterceptor, Fragment] = {}
@@ -86,7 +85,7 @@ class Tree:
 
     def run(self, fragment: Fragment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or a module of it; what its backward needs is watched."""
-        if self.is_full:
+        if self.engine.runtime.is_full:
             with self.engine.runtime.autocast():
                 return fragment.forward(*args, **kwargs)
         if within_transform():
@@ -177,23 +176,22 @@ class Tree:
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
         """Inside, the tree has full parameters, and the model's code runs as it is; see `CompiledModule.unsharded`."""
-        if self.is_full or self.call is not None:
-            problem = "is within another one" if self.is_full else "is within a call of the model"
+        runtime = self.engine.runtime
+        if runtime.is_full or self.call is not None:
+            problem = "is within another one" if runtime.is_full else "is within a call of the model"
             raise OptionError("unsharded()", problem, "gather parameters once, outside")
         full = self._all_full()
         before = self.root.shards_in_place()
         versions = {name: version_of(tensor) for name, tensor in full.items()}
         try:
-            for site in self.sites:
-                parameters_of(site.owner)[site.key] = full[site.name]
-            with taken_out([*self.interceptors, *self.loading]), self.engine.runtime.autocast():
-                self.is_full = self.engine.runtime.is_full = True
+            _put(self.sites, [full[site.name] for site in self.sites])
+            with taken_out([*self.interceptors, *self.loading]), runtime.autocast():
+                runtime.is_full = True
                 yield
                 self._check_unchanged(full, versions)
         finally:
-            self.is_full = self.engine.runtime.is_full = False
-            for site, shard in zip(self.sites, before, strict=True):
-                parameters_of(site.owner)[site.key] = shard
+            runtime.is_full = False
+            _put(self.sites, before)
 
     def _check_unchanged(self, full: Mapping[str, nn.Parameter], versions: Mapping[str, int]) -> None:
         """Refuse what would be lost of what was done within `unsharded`.
@@ -417,14 +415,12 @@ class Fragment:
         writes = not self.of_forward and call is not None and call.of_method
         place = f" in the code of {self.path or type(self.module).__name__}"
         try:
-            for site in own:
-                parameters_of(site.owner)[site.key] = leaves[site.name]
+            _put(own, [leaves[site.name] for site in own])
             with self.tree.reads.within(self._gathered, leaves, writes=writes, place=place):
                 yield
                 check_in_place(own, leaves)
         finally:
-            for site, parameter in zip(own, before, strict=True):
-                parameters_of(site.owner)[site.key] = parameter
+            _put(own, before)
 
     def _gathered(self, sites: Sequence[Site], reader: str = "") -> dict[str, Leaf]:
         """Full parameters for plain Python, whose gradients are averaged at the end of a backward. Collective."""
@@ -464,10 +460,9 @@ class Fragment:
     def _check(self, sites: Sequence[Site]) -> list[nn.Parameter | None]:
         """What stands in the tree at `sites`: shards, or full parameters for the plain Python around this call."""
         with no_torch_function():
-            hooked = next((site.name for site in sites if has_gradient_hooks(site.shard)), None)
-        if hooked is not None:
-            fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
-            raise ParameterError(hooked, "has a hook of register_hook, which would not run", fix)
+            found = next((site.name for site in sites if has_gradient_hooks(site.shard)), None)
+        if found is not None:
+            raise hooked(found)
         result: list[nn.Parameter | None] = []
         for site in sites:
             current = parameters_of(site.owner).get(site.key)
@@ -479,6 +474,12 @@ class Fragment:
                 raise ParameterError(site.name, "was replaced or taken away after zcompile.compile", fix)
             result.append(current)
         return result
+
+
+def _put(sites: Sequence[Site], values: Sequence[nn.Parameter | None]) -> None:
+    """Let each of `sites` hold its value in the module tree."""
+    for site, value in zip(sites, values, strict=True):
+        parameters_of(site.owner)[site.key] = value
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
