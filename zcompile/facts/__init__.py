@@ -6,6 +6,7 @@ is gathered, reduced and released, and where. That a program computes what was t
 
 from zcompile.facts.fact import Fact, Violation, in_training, verify
 from zcompile.facts.memory import (
+    OWNED,
     PLACES_DISJOINT,
     RESULTS_OWNED,
     buffers_bounded,
@@ -22,7 +23,6 @@ from zcompile.facts.messages import (
     VOLUME_RIGHT,
     WAITS_SUNK,
 )
-from zcompile.facts.ownership import OWNED
 from zcompile.facts.structure import PHASES_SPLIT, REGIONS_OUTLINED, UNITS_ASSIGNED, WELL_FORMED
 
 __all__ = [

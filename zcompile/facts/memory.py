@@ -1,8 +1,10 @@
-"""Facts of memory: what is held at once, where it is, and what is away."""
+"""Facts of memory: what is held at once, where it is, what is away, and until when it holds what it did."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 from torch import fx
 
@@ -10,19 +12,26 @@ from zcompile.cost.memory import arena_bytes, live_bytes
 from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ir.arena_places import lifetime, place_bytes
 from zcompile.ir.captured_regions import is_of_graph, outlives
-from zcompile.ir.operation import data, op_of
+from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import (
     Accumulate,
     AllGather,
     ByteRange,
     Call,
+    Fetch,
+    Input,
+    Placeholder,
     Reduce,
+    ReduceOutside,
     Release,
     Results,
+    Sum,
+    SumAverages,
     WaitGather,
 )
 from zcompile.ir.packing import ALIGNMENT, Interval
 from zcompile.ir.program import Program
+from zcompile.ir.shared_memory import Memory, memory_of_values
 from zcompile.ir.tensor_type import human_bytes
 
 
@@ -54,65 +63,96 @@ def _results_owned(program: Program) -> Iterator[Violation]:
                 yield Violation(user, f"{label(user)} takes {value.name}: {problem}")
 
 
-def _full_arguments(call: fx.Node) -> list[fx.Node]:
-    return [arg for arg in call.all_input_nodes if isinstance(data(arg).op, WaitGather)]
+def _owned(program: Program) -> Iterator[Violation]:
+    memory, gone = memory_of_values(program), dict[Memory, str]()
+    inputs = [node for node in program.nodes(Input) if data(node).op.mutated]  # type: ignore[attr-defined]
+    overwritten = {memory[node]: f"the forward writes to {node.name}" for node in inputs}
+    for node in program.graph.nodes:
+        op, in_backward = data(node).op, data(node).phase is Phase.BACKWARD
+        known = gone | overwritten if overwritten and in_backward and not isinstance(op, Results) else gone
+        for value in node.all_input_nodes if known else ():
+            if (why := known.get(memory[value])) is not None:
+                yield Violation(node, f"{label(node)} uses {value.name} after its memory has gone: {why}")
+        if isinstance(op, Release):
+            gone[memory[node.all_input_nodes[0]]] = f"{node.all_input_nodes[0].name} is released"
+        elif isinstance(op, Fetch):
+            gone[memory[node.all_input_nodes[0]]] = f"{node.name} brings it back, and who keeps it lets it go"
+        elif isinstance(op, ReduceOutside):
+            gone[memory[node.all_input_nodes[1]]] = f"{node.name} works in it"
+        elif isinstance(op, (Sum, Reduce, Accumulate)):
+            yield from _taken(node, memory, gone)
+        elif isinstance(op, SumAverages):
+            gone |= {memory[averages]: f"{node.name} works in it" for averages in node.all_input_nodes[1:]}
+
+
+def _taken(node: fx.Node, memory: dict[fx.Node, Memory], gone: dict[Memory, str]) -> Iterator[Violation]:
+    """A reduction works in the memory of its gradients, and what is held back is kept: nobody else may have it."""
+    given, *others = ([one for one in _listed(argument) if isinstance(one, fx.Node)] for argument in node.args[1:])
+    added = [gradient for some in others for gradient in some]
+    for gradient in given:
+        maker = memory[gradient].line
+        if isinstance(data(maker).op, Placeholder) or data(maker).phase is Phase.FORWARD:
+            yield Violation(node, f"{node.name} works in the memory of {maker.name}, which is not its own; want a copy")
+        if sum(memory[other] == memory[gradient] for other in (*given, *added)) > 1:
+            yield Violation(node, f"{node.name} is given the memory of {gradient.name} twice; want a copy")
+    gone |= {memory[gradient]: f"{node.name} works in it" for gradient in given}
+    gone |= {memory[one]: f"{node.name} lets it go" for one in added if data(memory[one].line).phase is Phase.STEP}
+
+
+def _listed(argument: Any) -> Sequence[Any]:
+    """The gradients in a list; their sum, which is one value, in a list of its own."""
+    return argument if isinstance(argument, (list, tuple)) else [argument]
 
 
 PLACES_DISJOINT = Fact("places in the arena disjoint while they are needed", _places_disjoint)
 RESULTS_OWNED = Fact("nothing that outlives a step in the memory of CUDA graphs", _results_owned)
+OWNED = Fact("memory used only while it holds what it did", _owned)
 
 
 def memory_bounded(limit: int) -> Fact:
     """A step holds at most `limit` bytes beside shards and optimizer state, as `zcompile.cost.memory` counts them."""
+    return Fact(f"at most {human_bytes(limit)} held", partial(_memory_bounded, limit))
 
-    def violations(program: Program) -> Iterator[Violation]:
-        node, most = max(live_bytes(program).items(), key=lambda item: item[1])
-        if most > limit:
-            yield Violation(node, f"the step holds {human_bytes(most)} there; {human_bytes(limit)} are allowed")
 
-    return Fact(f"at most {human_bytes(limit)} held", violations)
+def _memory_bounded(limit: int, program: Program) -> Iterator[Violation]:
+    node, most = max(live_bytes(program).items(), key=lambda item: item[1])
+    if most > limit:
+        yield Violation(node, f"the step holds {human_bytes(most)} there; {human_bytes(limit)} are allowed")
 
 
 def buffers_bounded(bucket: int) -> Fact:
     """What reductions copy to send it is copied at most `bucket` bytes at a time."""
-    return Fact(f"buffers of at most {human_bytes(bucket)}", _buffers_bounded(bucket))
+    return Fact(f"buffers of at most {human_bytes(bucket)}", partial(_buffers_bounded, bucket))
 
 
-def _buffers_bounded(bucket: int) -> Callable[[Program], Iterator[Violation]]:
-    def violations(program: Program) -> Iterator[Violation]:
-        for node in program.nodes(Reduce) if program.layout.sharded.size > 1 else ():
-            op = op_of(node, Reduce)
-            sizes = [message.nbytes for message in op.messages(program.layout)]
-            if op.scatter and max(sizes) > bucket and (op.bucket is None or op.bucket > bucket):
-                problem = f"{node.name} may copy {human_bytes(max(sizes))} to send it"
-                yield Violation(node, f"{problem}; {human_bytes(bucket)} are allowed")
-
-    return violations
+def _buffers_bounded(bucket: int, program: Program) -> Iterator[Violation]:
+    for node in program.nodes(Reduce) if program.layout.sharded.size > 1 else ():
+        op = op_of(node, Reduce)
+        sizes = [message.nbytes for message in op.messages(program.layout)]
+        if op.scatter and max(sizes) > bucket and (op.bucket is None or op.bucket > bucket):
+            problem = f"{node.name} may copy {human_bytes(max(sizes))} to send it"
+            yield Violation(node, f"{problem}; {human_bytes(bucket)} are allowed")
 
 
 def units_bounded(prefetch: int) -> Fact:
     """At most `prefetch` units are full beside those that a region reads while it runs; one more if it reads none."""
-    return Fact(f"at most {prefetch} + 1 units full at once", _units_bounded(prefetch))
+    return Fact(f"at most {prefetch} + 1 units full at once", partial(_units_bounded, prefetch))
 
 
-def _units_bounded(prefetch: int) -> Callable[[Program], Iterator[Violation]]:
-    def violations(program: Program) -> Iterator[Violation]:
-        if not program.layout.stage.parameters_sharded:
-            return
-        live: dict[str, fx.Node] = {}
-        for node in program.graph.nodes:
-            op = data(node).op
-            if isinstance(op, AllGather):
-                live[node.name] = node
-            elif isinstance(op, Release):
-                live.pop(node.all_input_nodes[0].all_input_nodes[0].name, None)
-            elif isinstance(op, Call):
-                read = {arg.all_input_nodes[0].name for arg in _full_arguments(node)}
-                ahead = [name for name in live if name not in read]
-                if len(ahead) > prefetch + (not read):
-                    problem = (
-                        f"while {node.name} computes, {len(ahead)} units beside its own are full: {', '.join(ahead)}"
-                    )
-                    yield Violation(node, f"{problem}; prefetch={prefetch} allows {prefetch}")
-
-    return violations
+def _units_bounded(prefetch: int, program: Program) -> Iterator[Violation]:
+    if not program.layout.stage.parameters_sharded:
+        return
+    live: dict[str, fx.Node] = {}
+    for node in program.graph.nodes:
+        op = data(node).op
+        if isinstance(op, AllGather):
+            live[node.name] = node
+        elif isinstance(op, Release):
+            live.pop(node.all_input_nodes[0].all_input_nodes[0].name, None)
+        elif isinstance(op, Call):
+            full = (argument for argument in node.all_input_nodes if isinstance(data(argument).op, WaitGather))
+            read = {argument.all_input_nodes[0].name for argument in full}
+            ahead = [name for name in live if name not in read]
+            if len(ahead) > prefetch + (not read):
+                problem = f"while {node.name} computes, {len(ahead)} units beside its own are full: {', '.join(ahead)}"
+                yield Violation(node, f"{problem}; prefetch={prefetch} allows {prefetch}")
