@@ -21,7 +21,7 @@ from zcompile.ir.axis import Axis, AxisKind, axes_of
 from zcompile.ir.bundles import member_name
 from zcompile.ir.layout import STAGES, Hybrid, Layout, Param, Unit
 from zcompile.ir.liveness import memory_of_result
-from zcompile.ir.operation import Data, Operation, Phase, data, given_to, op_of, set_data
+from zcompile.ir.operation import Data, Operation, Phase, data, given_to, set_data
 from zcompile.ir.operators import known
 from zcompile.ir.ops import Call, Compute, Input, Item, Kind, Parameter, Placeholder, Shards
 from zcompile.ir.program import Program
@@ -172,8 +172,9 @@ class _Parser:
             if function.name in _PHASES:
                 scope.phase = Phase(function.name)
                 self._phase(function, scope, results)
+        given = {data(node).op for node in graph.find_nodes(op="placeholder")}
         for unit in self.layout.units if self.regions else ():
-            if unit.name not in {op_of(n, Shards).unit for n in graph.find_nodes(op="placeholder") if _is_shards(n)}:
+            if Shards(unit.name) not in given:
                 name = identifier(unit.name.removeprefix(common_module(unit.name for unit in self.layout.units)))
                 set_data(graph.create_node("placeholder", name, name=name), Data(Shards(unit.name)))
         _placeholders_first(graph)
@@ -398,10 +399,6 @@ def _undefined(expression: ast.expr | None) -> ParseError:
     text, line = (ast.unparse(expression), expression.lineno) if expression else ("nothing", "?")
     fix = "define it above, or spell it right: operators, dtypes and what else programs are printed with are known"
     return ParseError(f"line {line}", f"{text!r} is not defined here", fix)
-
-
-def _is_shards(node: fx.Node) -> bool:
-    return isinstance(data(node).op, Shards)
 
 
 def _operation(node: fx.Node, layout: Layout, regions: dict[str, Region], source: str) -> Operation:

@@ -17,19 +17,17 @@ by the line, and the module it comes from.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeVar
 
-import jinja2
 import torch
 from torch import fx
 
 from zcompile.ir.bundles import Bundle, bundles_of, grouped
-from zcompile.ir.layout import Layout, Param
+from zcompile.ir.layout import Param
 from zcompile.ir.liveness import last_needs
 from zcompile.ir.operation import Data, Phase, data, op_of
 from zcompile.ir.ops import (
@@ -51,51 +49,6 @@ from zcompile.ir.region import Region, graph_text
 from zcompile.ir.spelling import counted, escaped, quoted
 from zcompile.ir.tensor_type import TensorType, dtype_text, human_bytes
 from zcompile.torch_internals.operators import HigherOrderOperator, OpOverload
-
-_TEMPLATE = """\
-{%- if units %}
-axes = {{ axes }}
-stage = {{ units.stage.number }}
-{%- if units.has_secondary %}
-hybrid = "{{ units.hybrid }}"
-{%- endif %}
-{%- if units.away %}
-shards = "cpu"
-{%- endif %}
-units = {
-{%- for unit in units.units %}
-    {{ unit.name | quoted }}: [
-{%- for param in unit.params %}
-        {{ param_text(param) | quoted }},
-{%- endfor %}
-    ],
-{%- endfor %}
-}
-packed = {
-{%- for unit in units.units if unit.messages | map("length") | max > 1 %}
-    {{ unit.name | quoted }}: {{ unit.messages | map("list") | selectattr(1, "defined") | list }},
-{%- endfor %}
-}
-
-{% endif -%}
-{%- for function in functions %}
-{% if not loop.first %}
-
-{% endif -%}
-{%- if function.decorator %}@{{ function.decorator }}
-{% endif -%}
-def {{ function.name }}(box):
-    (
-{%- for line in function.arguments %}
-        {{ line }}
-{%- endfor %}
-    ) = unbox(box)
-{%- for line in function.body %}
-    {{ line }}
-{%- endfor %}
-{%- endfor %}
-"""
-
 
 WIDTH = 84
 """Columns of code and of the type behind it; what is longer is broken at its commas."""
@@ -149,11 +102,21 @@ class Function:
     body: list[str]
     decorator: str = ""
 
+    def __str__(self) -> str:
+        decorator = [f"@{self.decorator}"] if self.decorator else []
+        arguments = (f"        {line}" for line in self.arguments)
+        body = (f"    {line}" for line in self.body)
+        return "\n".join([*decorator, f"def {self.name}(box):", "    (", *arguments, "    ) = unbox(box)", *body])
+
 
 def render(program: ProgramGraph, *, regions: bool = False, units: bool = False) -> str:
     """The text of `program`: its phases, and before them its units and regions when asked."""
-    lines = _rendered_program(program, regions=regions, units=units).split("\n")
-    return "\n".join(line.partition(_MARK)[0] for line in lines)
+    return _without_marks(_rendered_program(program, regions=regions, units=units))
+
+
+def region_text(region: Region) -> str:
+    """The ATen operations of a region, as a function that `parse` reads."""
+    return _without_marks(_rendered([str(_region_function(region))]))
 
 
 def lines_with_nodes(program: ProgramGraph) -> list[tuple[str, str]]:
@@ -162,37 +125,43 @@ def lines_with_nodes(program: ProgramGraph) -> list[tuple[str, str]]:
     return [(text, node) for text, _, node in split]
 
 
-def _rendered_program(program: ProgramGraph, *, regions: bool = False, units: bool = False) -> str:
-    functions = [_region_function(region) for region in program.regions.values() if regions]
-    for phase in program.phases:
-        if phase is not Phase.BACKWARD or program.has_backward:
-            functions.append(_function(str(phase), *_phase_lines(program, phase)))
-    text = functools.partial(_param_text, unused=program.unused)
-    return _rendered(functions, program.layout if units else None, text)
-
-
-def region_text(region: Region) -> str:
-    """The ATen operations of a region, as a function that `parse` reads."""
-    text = _rendered([_region_function(region)])
+def _without_marks(text: str) -> str:
     return "\n".join(line.partition(_MARK)[0] for line in text.split("\n"))
 
 
-def _rendered(
-    functions: Sequence[Function], units: Layout | None = None, text: Callable[[Param], str] | None = None
-) -> str:
-    axes = _axes_text(units) if units else ""
-    return _template().render(functions=functions, units=units, axes=axes, param_text=text) + "\n"
+def _rendered_program(program: ProgramGraph, *, regions: bool = False, units: bool = False) -> str:
+    blocks = ["\n".join(_head(program))] if units else []
+    blocks += [str(_region_function(region)) for region in program.regions.values() if regions]
+    for phase in program.phases:
+        if phase is not Phase.BACKWARD or program.has_backward:
+            blocks.append(str(_function(str(phase), *_phase_lines(program, phase))))
+    return _rendered(blocks)
 
 
-@functools.cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)
-    environment.filters["quoted"] = quoted
-    return environment.from_string(_TEMPLATE)
+def _rendered(blocks: Iterable[str]) -> str:
+    return "\n" + "\n\n\n".join(blocks) + "\n"
 
 
-def _axes_text(layout: Layout) -> str:
-    return f"{{{', '.join(f'{quoted(axis.name)}: {quoted(str(axis))}' for axis in layout.axes)}}}"
+def _head(program: ProgramGraph) -> Iterator[str]:
+    """The mesh, the stage, and the units with what of them travels together."""
+    layout = program.layout
+    yield f"axes = {{{', '.join(f'{quoted(axis.name)}: {quoted(str(axis))}' for axis in layout.axes)}}}"
+    yield f"stage = {layout.stage.number}"
+    if layout.has_secondary:
+        yield f'hybrid = "{layout.hybrid}"'
+    if layout.away:
+        yield 'shards = "cpu"'
+    yield "units = {"
+    for unit in layout.units:
+        yield f"    {quoted(unit.name)}: ["
+        yield from (f"        {quoted(_param_text(param, program.unused))}," for param in unit.params)
+        yield "    ],"
+    yield "}"
+    yield "packed = {"
+    for unit in layout.units:
+        if packed := [list(message) for message in unit.messages if len(message) > 1]:
+            yield f"    {quoted(unit.name)}: {packed},"
+    yield "}"
 
 
 def _param_text(param: Param, unused: frozenset[str]) -> str:
