@@ -23,3 +23,9 @@ def assert_replayed(folder: Path, ranks: int) -> None:
     for rank in range(ranks):
         lines = list(Replay(Archive(folder, rank)).lines())
         assert {value.verdict for line in lines for value in line.values} <= {Verdict.GIVEN, Verdict.EQUAL}
+
+
+def assert_proven_and_replayed(folder: Path, ranks: int) -> None:
+    """Of a folder that has recordings, and the dump in it."""
+    assert_proven(folder / "dump")
+    assert_replayed(folder, ranks)

@@ -110,6 +110,13 @@ def batch(kind: str, rank: int, step: int, size: int = 4) -> tuple[torch.Tensor,
     return torch.randn(size, 3, 16, 16, generator=generator), torch.randint(0, 11, (size,), generator=generator)
 
 
+def update(*optimizers: torch.optim.Optimizer) -> None:
+    """Step, and let the gradients go."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def fit(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Sequence[torch.Tensor]]
 ) -> list[torch.Tensor]:
@@ -118,7 +125,6 @@ def fit(
     for given in batches:
         loss = model(*given)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         losses.append(loss.detach())
     return losses

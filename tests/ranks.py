@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -29,8 +30,8 @@ PATIENCE = 5.0
 """Seconds that the others have to answer once a rank has ended, which they may wait for."""
 Device = Literal["host", "simulated", "gpu", "bound gpu"]
 STARTED = multiprocessing.get_context("forkserver")
-"""Torch is loaded once, by a process that does nothing else, of which those on the host are copies."""
-STARTED.set_forkserver_preload(["zcompile"])
+"""Torch and pytest are loaded once, by a process that does nothing else, of which those on the host are copies."""
+STARTED.set_forkserver_preload(["pytest", "zcompile"])
 SPAWNED = multiprocessing.get_context("spawn")
 """What a device needs has to be there before torch."""
 
@@ -96,29 +97,38 @@ class Ranks:
         self.workers = {}
 
 
+def run_apart(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `Ranks.run` gives, of a pool of this call's own: of more ranks than tests share."""
+    with contextlib.closing(Ranks(world)) as pool:
+        return pool.run(world, function, *args)
+
+
 Body = Callable[..., Any]
 """What a test does on each rank: it is given the rank and the test's arguments, and gives nothing, or what is wrong."""
 
 
-def on_ranks(world: int | None = None, **limits: float) -> Callable[[Body], Callable[..., None]]:
-    """Make a test of what each of `world` ranks does, which are processes of the pool; `limits` are those of its `run`.
+World = int | Callable[..., int] | None
+"""How many ranks: as many as the test's argument `world` says where it is None, or a function of arguments."""
 
-    world: Without it, as many as the test's argument of that name says.
-    """
+
+def on_ranks(world: World = None, **limits: float) -> Callable[[Body], Callable[..., None]]:
+    """Make a test of what each rank does, which is a process of the pool; `limits` are those of its `run`."""
     return functools.partial(_test_of, "ranks", world, limits)
 
 
-def on_threads(world: int | None = None) -> Callable[[Body], Callable[..., None]]:
-    """Make a test of what each of `world` ranks does, which are threads, as `on_ranks` does."""
+def on_threads(world: World = None) -> Callable[[Body], Callable[..., None]]:
+    """Make a test of what each rank does, which is a thread."""
     return functools.partial(_test_of, "threads", world, {})
 
 
-def _test_of(fixture: str, world: int | None, limits: dict[str, float], body: Body) -> Callable[..., None]:
+def _test_of(fixture: str, world: World, limits: dict[str, float], body: Body) -> Callable[..., None]:
     parameters = list(inspect.signature(body).parameters.values())[1:]
 
     @functools.wraps(body)
     def test(**given: Any) -> None:
         size = given["world"] if world is None else world
+        if callable(size):
+            size = size(*(given[name] for name in inspect.signature(size).parameters))
         answers = given[fixture].run(size, body, *(given[one.name] for one in parameters), **limits)
         wrong = {rank: answer for rank, answer in enumerate(answers) if answer}
         assert not wrong, wrong

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zcompile
 from tests.cases import quickly
 from tests.compare import gradients
-from tests.models import batch, make
+from tests.models import batch, make, update
 from tests.ranks import on_threads
 from tests.test_fragments import make as make_broken
 from tests.threads import Threads
@@ -56,9 +56,7 @@ def against_ddp(rank: int, kind: str, stage: int, full: bool = False, **options:
         for name, grad in want.items():
             same = torch.equal(got[name], grad) if exact else torch.allclose(got[name], grad, rtol=1e-5, atol=1e-7)
             differing += [] if same else [f"step {step} {name}"]
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        update(ours, theirs)
     return differing
 
 

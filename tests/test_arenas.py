@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.cases import quickly
-from tests.models import GPT, batch, make
+from tests.models import GPT, batch, make, update
 from tests.ranks import on_threads
 from tests.test_training import STEPS, train, train_ddp
 from zcompile.runtime.arena import Arenas
@@ -114,7 +114,6 @@ def test_what_a_backward_still_needs_is_left_alone(rank: int) -> list[str]:
 @pytest.mark.slow
 @on_threads(2)
 def test_arenas_stop_growing_once_they_have_seen_the_largest_batch(rank: int) -> None:
-    """Bytes of the arenas after each of some steps with batches of many sizes."""
     compiled = zcompile.compile(GPT(layers=3, width=32), backend="eager", checkpoint="unit", arenas=True)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     kept = []
@@ -122,8 +121,7 @@ def test_arenas_stop_growing_once_they_have_seen_the_largest_batch(rank: int) ->
         size = 2 + (7 * step + rank) % 9
         tokens = torch.randint(0, 64, (size, 16))
         compiled(tokens, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         kept.append(compiled._engine.runtime.arenas.nbytes)
     assert len(set(kept[10:])) == 1
 
@@ -144,7 +142,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @on_threads(1)
 def test_states_of_random_numbers_stay_where_torch_can_read_them(rank: int, backend: str) -> list[str]:
     found = []
@@ -173,11 +171,10 @@ class Recomputing(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @on_threads(1)
 def test_states_that_the_users_checkpoint_saves_stay_where_they_are(rank: int, backend: str, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    every: list[dict[str, Any]] = [{}, {"arenas": True}, {"offload_activations": f"disk:{folder}"}]
+    every: list[dict[str, Any]] = [{}, {"arenas": True}, {"offload_activations": f"disk:{tmp_path}"}]
     found = []
     for options in every:
         torch.manual_seed(0)

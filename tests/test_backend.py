@@ -23,8 +23,9 @@ import zcompile
 from tests import zoo
 from tests.cases import quickly
 from tests.compare import full
-from tests.models import batch, make
+from tests.models import batch, make, update
 from tests.ranks import Ranks, on_ranks
+from tests.refusals import error_of
 from zcompile import torch_backend
 from zcompile.torch_backend import compiler
 from zcompile.torch_internals.dynamo import BackendCompilerFailed, modules_given_to
@@ -151,28 +152,19 @@ def test_graphs_that_come_while_the_model_runs(rank: int, stage: int) -> list[st
         inputs = [torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
         called(inputs[rank]).backward()
         torch.stack([reference(x) for x in inputs]).mean().backward()
-        for optimizer in (trained, wanted):
-            optimizer.step()
-            optimizer.zero_grad()
+        update(trained, wanted)
     state = model.state_dict()
     pairs = {name: (full(state[name]), param) for name, param in reference.named_parameters()}
     return [name for name, (ours, theirs) in pairs.items() if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)]
 
 
-def clipped_in_part(rank: int) -> str:
+@on_ranks(2)
+def test_clipping_gradients_that_are_sharded_in_part_says_why_it_cannot(rank: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     called = torch.compile(model[0], backend=zcompile.backend(stage=3, backend="eager"))
     model[1](called(torch.ones(2, 4))).sum().backward()
-    try:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    except zcompile.ParameterError as error:
-        return str(error)
-    return ""
-
-
-def test_clipping_gradients_that_are_sharded_in_part_says_why_it_cannot(ranks: Ranks) -> None:
-    for message in ranks.run(2, clipped_in_part):
-        assert message.startswith("gradients: are sharded in part")
+    message = error_of(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), zcompile.ParameterError)
+    assert message.startswith("gradients: are sharded in part")
 
 
 def compiled(kind: str = "mlp", **options: Any) -> tuple[nn.Module, nn.Module]:
@@ -394,9 +386,7 @@ def test_several_graphs_by_name_under_one_optimizer(rank: int, stage: int, apart
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))
         model(x).square().sum().backward()
         reference(x).square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
     state = model.state_dict()
     found = [torch.allclose(full(state[name]), value, atol=1e-5) for name, value in plain.state_dict().items()]
     assert found
@@ -425,24 +415,17 @@ def test_a_graph_over_parameters_of_two_backends_is_refused() -> None:
         called(torch.ones(2, 4))
 
 
-def partly_compiled(rank: int) -> str:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_gradient_that_no_graph_has_averaged_is_refused(rank: int) -> None:
     """The frame of the loop is skipped, and with it the reading of `scale`; blocks are compiled."""
     model = Looped()
     model.blocks.append(nn.Linear(6, 6))
     called = torch.compile(model, backend=zcompile.backend(backend="eager"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     called(torch.randn(2, 6)).backward()
-    try:
-        optimizer.step()
-    except zcompile.OptimizerError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.slow
-def test_a_gradient_that_no_graph_has_averaged_is_refused(ranks: Ranks) -> None:
-    for message in ranks.run(2, partly_compiled):
-        assert "was in no compiled graph, so its gradient is this rank's own" in message
+    message = error_of(optimizer.step, zcompile.OptimizerError)
+    assert "was in no compiled graph, so its gradient is this rank's own" in message
 
 
 class Recurrent(nn.Module):
@@ -476,11 +459,7 @@ GIVEN = {given.__name__: given for given in (through_module, in_place, by_method
 
 
 def step_error(optimizer: torch.optim.Optimizer) -> str:
-    try:
-        optimizer.step()
-    except zcompile.OptimizerError as error:
-        return str(error)
-    return ""
+    return error_of(optimizer.step, zcompile.OptimizerError)
 
 
 def nothing_compiled(rank: int, given: str, stage: int) -> list[str]:
@@ -646,12 +625,11 @@ def test_batch_normalization_keeps_its_dtype_in_mixed_precision(training: bool) 
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_graph_without_parameters_is_explained_and_dumped(rank: int, tmp_path: Path) -> None:
-    folder = str(tmp_path)
     trained, plain = nn.Linear(4, 4), nn.Tanh()
     made = zcompile.backend(backend="eager")
     torch.compile(trained, backend=made)(torch.ones(2, 4)).sum().backward()
     torch.compile(plain, backend=made)(torch.ones(2, 4, requires_grad=True)).sum().backward()
-    made.dump(folder)
+    made.dump(str(tmp_path))
     text = made.explain()
     assert "volume: each rank sends 0 B; this program has no parameters" in text
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.cases import quickly
-from tests.models import GPT, batch, make
+from tests.models import GPT, batch, make, update
 
 
 def pair(kind: str, **options: Any) -> tuple[zcompile.CompiledModule, nn.Module]:
@@ -315,8 +315,7 @@ def test_kept_copies_follow_every_kind_of_optimizer(optimizer: dict[str, bool]) 
         torch.testing.assert_close(*losses)
         for loss, either in zip(losses, (ours, theirs), strict=True):
             loss.backward()
-            either.step()
-            either.zero_grad()
+            update(either)
 
 
 def test_a_write_past_the_optimizer_is_seen() -> None:

@@ -103,7 +103,7 @@ def trained(rank: int, stage: int, options: dict[str, Any]) -> list[torch.Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_model_trains_to_the_same_bits_with_any_bucket(threads: Threads, stage: int) -> None:
     mixed = {"dtype": torch.bfloat16}
     want = threads.run(3, trained, stage, mixed)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 import zcompile
 from tests.cases import diagonal
+from tests.models import update
 from tests.ranks import on_ranks
 from zcompile import ParameterError
 
@@ -340,8 +341,7 @@ def test_a_train_step_sees_late_hooks_and_attributes() -> None:
                 one.blocks[0].register_forward_hook(_tripled)  # type: ignore[union-attr]
         loss = _loss(plain, x)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         assert torch.equal(steps(x), loss.detach())
 
 

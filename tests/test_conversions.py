@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.cases import diagonal, quickly
-from tests.models import batch, make
+from tests.models import batch, make, update
 from tests.ranks import on_threads
 from tests.threads import Threads
 
@@ -62,8 +62,7 @@ def trained(
         loss = compiled(*(value.to(dtype) for value in batch("mlp", rank, step)))
         loss.backward()
         assert all(p.grad is None or p.grad.dtype is dtype for p in parameters)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         losses.append(loss.detach())
     return losses, {name: like(value) for name, value in compiled.state_dict().items()}
 
@@ -142,8 +141,7 @@ def test_an_optimizer_with_state_keeps_a_model_from_being_converted() -> None:
     model = plain()
     optimizer = torch.optim.AdamW(model.parameters())
     model(X).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     compiled = zcompile.compile(model, optimizer=optimizer, backend="eager")
     with pytest.raises(zcompile.ParameterError, match="an optimizer holds state"):
         compiled.half()
@@ -173,8 +171,7 @@ def test_the_given_model_is_converted_as_the_compiled_one_is(kind: str, stage: i
     for _ in range(2):
         for model, optimizer in zip((compiled, expected), optimizers, strict=True):
             model(X.to(expected[0].weight.dtype)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     for name, value in expected.state_dict().items():
         assert torch.equal(like(compiled.state_dict()[name]), value), name
 

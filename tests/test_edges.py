@@ -19,7 +19,8 @@ import zcompile
 from tests.cases import diagonal
 from tests.compare import gradients
 from tests.models import batch, make
-from tests.ranks import Ranks
+from tests.ranks import on_ranks
+from tests.refusals import error_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 X = torch.ones(2, 4)
@@ -352,25 +353,18 @@ class Chooses(nn.Module):
         return self.experts[which](x).sum()
 
 
-def chosen_apart(rank: int) -> str:
+@on_ranks(2)
+def test_ranks_that_run_different_programs_are_told(rank: int) -> None:
     """Two programs that both ranks know, run crosswise: their collectives have equal sizes."""
     compiled = zcompile.compile(Chooses(), backend="eager")
     for which in (0, 1):
         compiled(X, which).backward()
     before = [param.grad.to_local().clone() for param in compiled.parameters()]
-    try:
-        compiled(X, rank).backward()
-    except zcompile.AgreementError as error:
-        after = [param.grad.to_local() for param in compiled.parameters()]
-        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-        return str(error)
-    return ""
-
-
-def test_ranks_that_run_different_programs_are_told(ranks: Ranks) -> None:
-    for message in ranks.run(2, chosen_apart):
-        assert message.startswith("the ranks are out of step: rank 0: run ")
-        assert "rank 1: run" in message
+    message = error_of(lambda: compiled(X, rank).backward(), zcompile.AgreementError)
+    after = [param.grad.to_local() for param in compiled.parameters()]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert message.startswith("the ranks are out of step: rank 0: run ")
+    assert "rank 1: run" in message
 
 
 # -- through torch.compile ---------------------------------------------------------------------------------------------

@@ -18,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import zcompile
 from tests.cases import diagonal, quickly
 from tests.compare import gradients
+from tests.models import update
 from tests.ranks import Ranks, on_threads
+from tests.refusals import error_of
 from tests.threads import Threads
 
 WIDTH = 6
@@ -243,9 +245,7 @@ def train(rank: int, kind: str, world: int, stage: int, backend: str, past: str 
                 differing.append(f"step {step} {name}: {a} for {b}")
             elif a is not None and b is not None and (a - b).abs().max() > 2e-6 * b.abs().max():
                 differing.append(f"step {step} {name}: {(a - b).abs().max() / b.abs().max()}")
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        update(ours, theirs)
     assert compiled.explain().count("graph break at") >= 1
     return differing
 
@@ -359,11 +359,7 @@ def read_on_one_rank(rank: int) -> str:
     model = ReadsOnOneRank()
     model.rank = rank
     compiled = zcompile.compile(model, backend="eager")
-    try:
-        compiled(batch(rank, 0)).sum().backward()
-    except zcompile.ZcompileError as error:
-        return str(error)
-    return "trained"
+    return error_of(lambda: compiled(batch(rank, 0)).sum().backward())
 
 
 def test_ranks_that_read_other_parameters_are_refused(ranks: Ranks) -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.compare import full
-from tests.models import batch, make
+from tests.models import batch, make, update
 from tests.test_fragments import make as make_broken
 from zcompile.torch_internals.dtensor import local_tensor
 
@@ -56,8 +56,7 @@ def test_training_is_that_of_plain_pytorch(backend: str, stage: int) -> None:
     for step in range(4):
         for model, optimizer in zip((compiled, reference), optimizers, strict=True):
             model(*gpu_batch("gpt", step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     for ours, theirs in zip(compiled.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(full(ours), theirs, rtol=1e-4, atol=1e-5)
 
@@ -98,8 +97,7 @@ def test_cuda_graphs_give_the_same_numbers(stage: int, backend: str) -> None:
             losses = [compiled(*gpu_batch("gpt", step + 10 * number)) for number in range(1 + step % 2)]
             for loss in losses:
                 loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             kept += losses
         found.append([*kept, *(full(param).detach() for param in compiled.parameters())])
     for ours, theirs in zip(*found, strict=True):
@@ -198,8 +196,7 @@ def test_a_train_step_is_the_loop(options: dict[str, bool], backend: str, stage:
     for number in range(3):
         loss = compiled(*gpu_batch("gpt", number))
         loss.backward()
-        loop.step()
-        loop.zero_grad()
+        update(loop)
         agree(step(*gpu_batch("gpt", number)), loss, backend)
     for ours, theirs in zip(step.model.parameters(), compiled.parameters(), strict=True):
         agree(full(ours), full(theirs), backend)
@@ -235,8 +232,7 @@ def test_shards_on_the_host_give_the_same_numbers_but_for_the_optimizer(options:
         for number in range(4):
             compiled(*gpu_batch("gpt", number)).backward()
             nn.utils.clip_grad_norm_(compiled.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         shards = [local_tensor(param) for param in compiled.parameters() if param.dim()]
         assert all(shard.is_cuda if place is None else shard.is_pinned() for shard in shards)
         found.append([value.cpu() for value in compiled.full_state_dict().values()])
@@ -301,8 +297,7 @@ def steps_without_waits(rank: int, world: int, way: str, store: str) -> None:
             step(*given)
             return
         compiled(*given).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
     for given in batches[:4]:
         train(given)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zcompile
-from tests.models import batch, make
+from tests.models import batch, make, update
 from tests.threads import Threads
 from zcompile import GroupError, OptionError
 from zcompile.cost.memory import peak_bytes
@@ -103,8 +103,7 @@ def trained(rank: int, kind: str, away: bool, whole_step: bool, options: dict[st
         else:
             compiled(*batch(kind, rank, number)).backward()
             nn.utils.clip_grad_norm_(compiled.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         with torch.no_grad():
             compiled(*batch(kind, rank, number))
             for param in compiled.parameters():
@@ -121,10 +120,10 @@ def trained(rank: int, kind: str, away: bool, whole_step: bool, options: dict[st
 @pytest.mark.parametrize(
     ("world", "kind", "whole_step", "options"),
     [
-        pytest.param(2, "gpt", False, {"stage": 3, "dtype": torch.bfloat16}, marks=pytest.mark.slow),
+        (2, "gpt", False, {"stage": 3, "dtype": torch.bfloat16}),
         (3, "mlp", False, {"stage": 2}),
-        pytest.param(2, "gpt", True, {"stage": 3, "arenas": True}, marks=pytest.mark.slow),
-        pytest.param(1, "gpt", False, {"stage": 3, "dtype": torch.bfloat16}, marks=pytest.mark.slow),
+        (2, "gpt", True, {"stage": 3, "arenas": True}),
+        (1, "gpt", False, {"stage": 3, "dtype": torch.bfloat16}),
     ],
     ids=["stage 3 in bfloat16", "stage 2, world 3", "a train step in arenas", "a world of one"],
 )

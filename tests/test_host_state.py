@@ -48,7 +48,7 @@ def trained(rank: int, kind: str, optimizer: str, stage: int, host: bool) -> tup
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "optimizer", "stage"),
-    [("gpt", "adamw", 3), pytest.param("mlp", "momentum", 0, marks=pytest.mark.slow)],
+    [("gpt", "adamw", 3), ("mlp", "momentum", 0)],
 )
 def test_training_is_that_without(threads: Threads, kind: str, optimizer: str, stage: int) -> None:
     want = threads.run(2, trained, kind, optimizer, stage, False)

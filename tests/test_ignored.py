@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.cases import quickly
+from tests.models import update
 from tests.ranks import on_threads
 from zcompile import OptionError, StateError
 
@@ -71,9 +72,7 @@ def reference(rank: int, steps: int) -> Adapted:
             if not is_own(name):
                 dist.all_reduce(param.grad)
                 param.grad /= dist.get_world_size()
-        for optimizer in both:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*both)
     return model
 
 
@@ -98,9 +97,7 @@ def test_what_is_ignored_is_each_ranks_own(rank: int, tmp_path: Path, stage: int
     assert not any(isinstance(adapter, DTensor) for adapter in compiled.adapters)
     for step in range(2):
         compiled(data(rank, step)).backward()
-        for optimizer in both:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*both)
     compiled.save_checkpoint(folder, both[0], extra=both[1].state_dict())
     torch.manual_seed(7)
     again = zcompile.compile(Adapted(breaks), stage=stage, ignore=["adapters.*"], backend="eager")

@@ -19,6 +19,7 @@ from tests.cases import diagonal, quickly
 from tests.models import batch, make
 from tests.pipelines import batch_of, loss_of, mesh_of, model_of
 from tests.ranks import AT_ONCE, Ranks, on_ranks
+from tests.refusals import error_of
 from zcompile.runtime.optimizer_settings import OptimizerSettings, difference
 from zcompile.torch_internals.sizes import FakeTensorMode
 
@@ -212,7 +213,9 @@ class Routed(torch.nn.Module):
         return self.last(out).square().sum()
 
 
-def routes_apart(rank: int, stage: int) -> tuple[str, float]:
+@quickly("stage", [1, 2, 3], [2])
+@on_ranks(2)
+def test_an_expert_that_one_rank_leaves_out(rank: int, stage: int) -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     compiled = zcompile.compile(Routed(), stage=stage, backend="eager")
@@ -220,18 +223,9 @@ def routes_apart(rank: int, stage: int) -> tuple[str, float]:
     for _ in range(2):
         compiled(both).backward()
     started = time.perf_counter()
-    try:
-        compiled(both[1:] if rank else both).backward()
-    except zcompile.AgreementError as error:
-        return str(error), time.perf_counter() - started
-    return "no error", 0.0
-
-
-@quickly("stage", [1, 2, 3], [2])
-def test_an_expert_that_one_rank_leaves_out(ranks: Ranks, stage: int) -> None:
-    for message, seconds in ranks.run(2, routes_apart, stage):
-        assert message.startswith("the ranks are out of step: ")
-        assert seconds < AT_ONCE
+    message = error_of(lambda: compiled(both[1:] if rank else both).backward(), zcompile.AgreementError)
+    assert message.startswith("the ranks are out of step: ")
+    assert time.perf_counter() - started < AT_ONCE
 
 
 @on_ranks(2)
@@ -370,7 +364,9 @@ def test_what_all_ranks_change_is_no_difference(ranks: Ranks) -> None:
     assert first == second
 
 
-def train_steps_apart(rank: int, clip: float | None) -> tuple[str, bool]:
+@quickly("clip", [None, 1.0], [None])
+@on_ranks(2, group=60)
+def test_settings_of_a_train_step(rank: int, clip: float | None) -> None:
     model = make("mlp")
     optimizer = two_groups(model)
     step = zcompile.train_step(model, None, optimizer, backend="eager", clip_grad_norm=clip)
@@ -378,19 +374,9 @@ def train_steps_apart(rank: int, clip: float | None) -> tuple[str, bool]:
     if rank == 1:
         SETTINGS["rate"][0](optimizer)
     before = [full(param) for param in step.model.parameters()]
-    try:
-        step(*batch("mlp", rank, 1))
-    except zcompile.AgreementError as error:
-        same = zip(step.model.parameters(), before, strict=True)
-        return str(error), all(torch.equal(full(param), one) for param, one in same)
-    return "no error", False
-
-
-@quickly("clip", [None, 1.0], [None])
-def test_settings_of_a_train_step(ranks: Ranks, clip: float | None) -> None:
-    for said, same in ranks.run(2, train_steps_apart, clip, group=60):
-        assert said.startswith(SETTINGS["rate"][1])
-        assert same
+    said = error_of(lambda: step(*batch("mlp", rank, 1)), zcompile.AgreementError)
+    assert said.startswith(SETTINGS["rate"][1])
+    assert all(torch.equal(full(p), one) for p, one in zip(step.model.parameters(), before, strict=True))
 
 
 def pipelines_apart(rank: int, culprits: list[int]) -> str:

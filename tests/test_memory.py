@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zcompile
 from tests.cases import quickly
 from tests.models import GPT, batch
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks
 from zcompile.cost.memory import model_state
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.runtime import executor, loader
@@ -119,7 +119,7 @@ def windows(sizes: list[int], width: int) -> itertools.chain[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefetch", [*(pytest.param(few, marks=pytest.mark.slow) for few in (0, 1)), 2])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_stage_3_holds_a_share_and_gathers_a_few_units(ranks: Ranks, prefetch: int) -> None:
     for found in ranks.run(WORLD, measure_full, prefetch):
         assert found["peak"] == found["expected peak"]
@@ -147,8 +147,14 @@ class Wire:
         return call
 
 
-def measure_bytes(rank: int, stage: int, steps: int) -> dict[str, float]:
-    """What `steps` training steps really sent, beside Ψ and what was kept."""
+def psi(compiled: zcompile.CompiledModule) -> int:
+    return sum(param.nbytes for param in compiled.layout.params)
+
+
+@quickly("stage", range(4), [3])
+@on_ranks(WORLD)
+def test_collectives_send_exactly_the_stages_volume(rank: int, stage: int) -> None:
+    """What three training steps really sent, beside Ψ and what was kept."""
     import torch.distributed as dist
 
     wire = Wire()
@@ -162,7 +168,7 @@ def measure_bytes(rank: int, stage: int, steps: int) -> dict[str, float]:
     try:
         gloo.send = wire.counted(ordinary[0], 1)
         dist.all_reduce = wire.counted(ordinary[1], 2 * (WORLD - 1) / WORLD)
-        for step in range(steps):
+        for step in range(3):
             compiled(*batch("gpt", rank, step)).backward()
             optimizer.step()
     finally:
@@ -170,25 +176,19 @@ def measure_bytes(rank: int, stage: int, steps: int) -> dict[str, float]:
     step_program = compiled._engine.runtime.steps[0].program
     kept = sum(unit.nbytes for unit in compiled.layout.units[-3:]) if stage == 3 else 0  # prefetch + 1
     unread = compiled.layout.units[0].nbytes if stage == 3 else 0  # no backward of an embedding reads its weights
-    return {
+    found = {
         "counted": wire.sent,
         "metered": compiled.traffic.bytes - before,
-        "declared": steps * step_program.volume(),
-        "expected": steps * (compiled.layout.stage.volume * psi(compiled) - kept - unread) * (WORLD - 1) / WORLD,
+        "declared": 3 * step_program.volume(),
+        "expected": 3 * (compiled.layout.stage.volume * psi(compiled) - kept - unread) * (WORLD - 1) / WORLD,
     }
+    assert found["counted"] == found["metered"] == found["declared"] == found["expected"]
 
 
-def psi(compiled: zcompile.CompiledModule) -> int:
-    return sum(param.nbytes for param in compiled.layout.params)
-
-
-@quickly("stage", range(4), [3])
-def test_collectives_send_exactly_the_stages_volume(ranks: Ranks, stage: int) -> None:
-    for found in ranks.run(WORLD, measure_bytes, stage, 3):
-        assert found["counted"] == found["metered"] == found["declared"] == found["expected"]
-
-
-def accumulate(rank: int, stage: int) -> list[int]:
+@pytest.mark.slow
+@quickly("stage", [1, 2], [2])
+@on_ranks(WORLD)
+def test_stages_1_and_2_gather_only_after_a_step(rank: int, stage: int) -> None:
     compiled = zcompile.compile(model(), stage=stage, backend="eager")
     optimizer = torch.optim.AdamW(compiled.parameters(), fused=True)
     sent = []
@@ -200,17 +200,14 @@ def accumulate(rank: int, stage: int) -> list[int]:
         if step == 1:
             compiled(*batch("gpt", rank, step)).backward()
             optimizer.step()
-    return [*sent, psi(compiled)]
+    full = psi(compiled)
+    assert sent == [full // 2, 0, full // 2, 0]
 
 
 @pytest.mark.slow
-@quickly("stage", [1, 2], [2])
-def test_stages_1_and_2_gather_only_after_a_step(ranks: Ranks, stage: int) -> None:
-    for first, second, third, fourth, full in ranks.run(WORLD, accumulate, stage):
-        assert [first, second, third, fourth] == [full // 2, 0, full // 2, 0]
-
-
-def measure_kept(rank: int, stage: int) -> dict[str, Any]:
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(WORLD)
+def test_kept_copies_are_gathered_anew_into_the_same_memory(rank: int, stage: int) -> None:
     """Where kept full copies lie before and after a step, and how many there are once a program runs no more."""
     torch.manual_seed(0)
     compiled = zcompile.compile(GPT(layers=2, width=128), stage=stage, backend="eager")
@@ -225,20 +222,16 @@ def measure_kept(rank: int, stage: int) -> dict[str, Any]:
     stale = sum(len(held.kept) for held in shards)
     compiled._engine.runtime.freshness.step()
     compiled._engine.runtime.freshness.drop_stale_copies()
-    return {"places": places, "stale": stale, "left": sum(len(held.kept) for held in shards)}
+    assert places[0] == places[1] != []
+    assert stale > 0
+    assert sum(len(held.kept) for held in shards) == 0  # renewed by no gather since: freed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2])
-def test_kept_copies_are_gathered_anew_into_the_same_memory(ranks: Ranks, stage: int) -> None:
-    for found in ranks.run(WORLD, measure_kept, stage):
-        assert found["places"][0] == found["places"][1] != []
-        assert found["stale"] > 0
-        assert found["left"] == 0  # renewed by no gather since: freed
-
-
-def measure_state(rank: int, stage: int) -> tuple[int, int, int]:
-    """Bytes of parameters, copies, gradients and moments that are there; what is predicted; what explain() says."""
+@quickly("stage", range(4), [3])
+@on_ranks(WORLD)
+def test_the_model_state_is_what_explain_says_and_the_formula_allows(rank: int, stage: int) -> None:
+    """Bytes of parameters, copies, gradients and moments that are there."""
     compiled = zcompile.compile(model(), stage=stage, dtype=torch.bfloat16, backend="eager")
     optimizer = torch.optim.AdamW(compiled.parameters(), fused=True)
     compiled(*batch("gpt", rank, 0)).backward()
@@ -250,13 +243,6 @@ def measure_state(rank: int, stage: int) -> tuple[int, int, int]:
     found = bytes_of(map(local, (*compiled.parameters(), *gradients, *moments, *copies)))
     state = model_state(compiled.layout)
     assert f"two moments (Adam): {human_bytes(state.nbytes)}" in compiled.explain()
-    return found, state.nbytes, sum(p.numel for p in compiled.layout.params)
-
-
-@pytest.mark.slow
-@quickly("stage", range(4), [3])
-def test_the_model_state_is_what_explain_says_and_the_formula_allows(ranks: Ranks, stage: int) -> None:
-    for found, predicted, psi in ranks.run(WORLD, measure_state, stage):
-        assert found == pytest.approx(predicted, rel=0.01)
-        if stage == 3:
-            assert found <= 1.01 * 16 * psi / WORLD
+    assert found == pytest.approx(state.nbytes, rel=0.01)
+    if stage == 3:
+        assert found <= 1.01 * 16 * sum(p.numel for p in compiled.layout.params) / WORLD

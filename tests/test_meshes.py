@@ -11,18 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 import zcompile
+from tests.hybrids import PLAN, small
 from tests.ranks import Ranks, on_ranks
+from tests.refusals import error_of
 from zcompile import GroupError
-
-PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-
-
-def small() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
 def trained(rank: int, model: nn.Module, mesh: DeviceMesh | None) -> list[float]:
@@ -47,11 +42,7 @@ def plainly(ranks: int) -> list[float]:
 
 
 def refused(make: Callable[[], object]) -> str:
-    try:
-        make()
-    except GroupError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: make(), GroupError)
 
 
 @on_ranks(4)
@@ -144,7 +135,6 @@ def test_pipeline_stages_of_tensor_parallel_models_have_meshes_of_their_own(rank
 @on_ranks(4)
 def test_a_process_group_that_was_made_again(rank: int, tmp_path: Path) -> None:
     """Train, destroy the process group, and train in one whose groups have other names."""
-    store = str(tmp_path / "store")
     for number in range(2):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         compiled = zcompile.compile(small(), mesh=mesh, backend="eager")
@@ -154,6 +144,6 @@ def test_a_process_group_that_was_made_again(rank: int, tmp_path: Path) -> None:
         assert all(tensor.isfinite().all() for tensor in whole)
         if number == 0:
             dist.destroy_process_group()
-            shared = dist.FileStore(store, 4)
+            shared = dist.FileStore(str(tmp_path / "store"), 4)
             dist.init_process_group("gloo", store=shared, rank=rank, world_size=4)
             dist.new_group([0, 1, 2, 3])

@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import zcompile
 from tests.cases import quickly
 from tests.compare import parameters
+from tests.models import update
 from tests.ranks import Ranks
+from tests.refusals import error_of
 from tests.threads import Threads
 
 X = torch.randn(4, 7, generator=torch.Generator().manual_seed(5))
@@ -124,8 +126,7 @@ def trained(rank: int, options: dict[str, Any], ways: list[str], nodes: int = 1)
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.001)
             for step in range(2):
                 model(X).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
                 with torch.no_grad():
                     model(X)  # stages 1 and 2 keep what this has gathered
                 torch.manual_seed(step)
@@ -211,14 +212,6 @@ def test_ranks_that_draw_other_numbers_have_the_first_ones(ranks: Ranks) -> None
     (one, differ), (two, also) = ranks.run(2, apart)
     assert one == two
     assert differ == also == []
-
-
-def error_of(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except zcompile.ZcompileError as error:
-        return str(error)
-    return ""
 
 
 def test_what_shards_cannot_have_is_refused() -> None:

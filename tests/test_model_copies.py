@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 import zcompile
 from tests.cases import quickly
 from tests.compare import differing, full
-from tests.models import batch, make
+from tests.models import batch, make, update
 from tests.optimizer_cases import AVERAGES
 from tests.ranks import Ranks, on_ranks, on_threads
 from tests.threads import Threads
@@ -70,8 +70,7 @@ def averaged(model: nn.Module, rank: int, options: dict[str, Any], *, plain: boo
         model(data(rank, step)).square().mean().backward()
         if plain:
             averaged_over_ranks(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         average.update_parameters(model)
     return average, model
 
@@ -137,8 +136,12 @@ def test_averages_of_matrices_with_owners(threads: Threads) -> None:
     assert threads.run(2, against_plain, "EMA by multi_avg_fn, of buffers, too", options) == [[]] * 2
 
 
-def ways(rank: int, way: str, folder: str) -> list[str]:
+@pytest.mark.slow
+@quickly("way", ["plain", "hybrid", "disk", "bfloat16", "frozen"], ["hybrid", "frozen"])
+@on_threads(lambda way: 4 if way == "hybrid" else 2)
+def test_a_copy_trains_apart_from_its_original_and_as_it(rank: int, way: str, tmp_path: Any) -> list[str]:
     """A copy trains as the original goes on, and apart from it."""
+    folder = str(tmp_path)
     options: dict[str, Any] = {}
     if way == "hybrid":
         options = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), "shard": "hfsdp"}
@@ -155,8 +158,7 @@ def ways(rank: int, way: str, folder: str) -> list[str]:
     def step(trained: nn.Module, by: torch.optim.Optimizer, number: int) -> torch.Tensor:
         loss = trained(*batch("tied", rank, number))
         loss.backward()
-        by.step()
-        by.zero_grad()
+        update(by)
         return loss.detach()
 
     step(compiled, optimizer, 0)
@@ -173,13 +175,6 @@ def ways(rank: int, way: str, folder: str) -> list[str]:
         + differing(state_of(copied), state_of(compiled))
         + ["a loss" for one, other in zip(losses, again, strict=True) if not torch.equal(one, other)]
     )
-
-
-@pytest.mark.slow
-@quickly("way", ["plain", "hybrid", "disk", "bfloat16", "frozen"], ["hybrid", "frozen"])
-def test_a_copy_trains_apart_from_its_original_and_as_it(threads: Threads, way: str, tmp_path: Any) -> None:
-    world = 4 if way == "hybrid" else 2
-    assert threads.run(world, ways, way, str(tmp_path)) == [[]] * world
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 import zcompile
 from tests.cases import diagonal, quickly
 from tests.compare import full, parameters
-from tests.models import ConvNet, make
+from tests.models import ConvNet, make, update
 from tests.models import batch as make_batch
 from tests.ranks import on_ranks, on_threads
 from tests.threads import Threads
@@ -298,11 +298,9 @@ def test_evaluation_between_steps_leaves_training_alone(rank: int, stage: int) -
                     assert not ours.requires_grad
                 compiled.train()
             compiled(*make_batch("conv", rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         ends.append(parameters(compiled) | dict(compiled.named_buffers()))
-    names, worst = differing(*ends, 0), worst
-    assert names == []
+    assert differing(*ends, 0) == []
     assert worst < 1e-6
 
 
@@ -384,37 +382,29 @@ class Dropping(nn.Module):
 def test_dropout_draws_the_masks_of_eager_pytorch(rank: int, stage: int) -> list[str]:
     """Masks are drawn as in eager PyTorch, from the rank's own seed."""
     found = []
-    for prepare in (
-        DistributedDataParallel,
-        lambda model: zcompile.compile(model, stage=stage, backend="eager"),
-    ):
+    for prepare in (DistributedDataParallel, lambda model: zcompile.compile(model, stage=stage, backend="eager")):
         torch.manual_seed(0)
         model = prepare(Dropping())
         optimizer = sgd(model)
         torch.manual_seed(10 + rank)
         for step in range(STEPS):
             model(data("tiny", rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         found.append({name.removeprefix("module."): value for name, value in parameters(model).items()})
     return differing(*found, 0)
 
 
-def shapes(rank: int, stage: int) -> int:
-    """Ranks meet different shapes at different times."""
+@pytest.mark.slow
+@quickly("stage", [0, 3], [3], slow=())
+@on_threads(2)
+def test_many_shapes_need_few_programs(rank: int, stage: int) -> None:
+    """A pair for the first shape, one for sizes that vary, and one for each dimension found to vary later."""
     compiled = zcompile.compile(make("gpt"), stage=stage, backend="eager")
     for step in range(12):
         tokens, targets = make_batch("gpt", rank, step, size=2 + (step * 5 + rank) % 7)
         length = 3 + (step * 7 + 2 * rank) % 13
         compiled(tokens[:, :length], targets[:, :length]).backward()
-    return len(compiled.programs)
-
-
-@pytest.mark.slow
-@quickly("stage", [0, 3], [3], slow=())
-def test_many_shapes_need_few_programs(threads: Threads, stage: int) -> None:
-    """A pair for the first shape, one for sizes that vary, and one for each dimension found to vary later."""
-    assert max(threads.run(2, shapes, stage)) <= 6
+    assert len(compiled.programs) <= 6
 
 
 # -- exceptions -------------------------------------------------------------------------------------------------------
@@ -470,8 +460,7 @@ def test_after_an_exception_on_all_ranks_training_goes_on(rank: int, stage: int,
                     fail(kind, compiled, data("tiny", rank, 9))
                 optimizer.zero_grad()
             compiled(data("tiny", rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         ends.append(parameters(compiled))
     return differing(*ends, 0)
 
@@ -480,7 +469,7 @@ def test_after_an_exception_on_all_ranks_training_goes_on(rank: int, stage: int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [0, 3])
 @on_threads(2)
 def test_autocast_computes_in_bfloat16_the_bits_of_ddp(rank: int, stage: int) -> None:
     """Compute in bfloat16 under torch.autocast, with parameters and their communication in fp32."""
@@ -492,8 +481,7 @@ def test_autocast_computes_in_bfloat16_the_bits_of_ddp(rank: int, stage: int) ->
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(*make_batch("gpt", rank, step))
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             dtype = model(make_batch("gpt", rank, 0)[0]).dtype
         found.append({name.removeprefix("module."): value for name, value in parameters(model).items()})
@@ -579,8 +567,6 @@ def optimize(rank: int, model: nn.Module) -> Iterator[Values]:
 def test_any_optimizer_and_schedule_gives_the_bits_of_ddp(rank: int, stage: int) -> None:
     """The shards of 13 and 5 rows over two ranks are uneven, the last layer's row is on one rank, a scalar on both.
 
-    Every optimizer against DistributedDataParallel: names of parameters that differ.
-
     A fused kernel rounds the last entries of a tensor otherwise than those it takes eight at a time.
     """
     ours = optimize(rank, zcompile.compile(make("mlp"), stage=stage, backend="eager"))
@@ -605,9 +591,7 @@ def clipped(rank: int, kind: str, stage: int, norm: float) -> tuple[list[str], f
             for model in (compiled, reference)
         )
         worst = max(worst, abs(found / wanted - 1))
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        update(ours, theirs)
     return differing(parameters(compiled), parameters(reference)), worst
 
 

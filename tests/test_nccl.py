@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
 from tests.compare import full
-from tests.models import GPT, batch, make
+from tests.models import GPT, batch, make, update
 from tests.ranks import AT_ONCE, RankError, Ranks
 from tests.simulated.scenarios import SCENARIOS, Scenario, begin, loop
 
@@ -144,8 +144,7 @@ def is_fsdp2(rank: int, stage: int) -> float:
     for step in range(STEPS):
         once(way.batch(step, rank))
         theirs(*way.batch(step, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return far(
         {name: full(parameter) for name, parameter in model.named_parameters()},
         {name: full(parameter) for name, parameter in theirs.named_parameters()},
@@ -163,8 +162,7 @@ def trained(rank: int, world: int, stage: int) -> tuple[Any, torch.optim.Optimiz
     compiled = zcompile.compile(model, stage=stage, optimizer=optimizer, backend="eager")
     for step in range(2):
         compiled(*(tensor.cuda() for tensor in batch("mlp", rank, step))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return compiled, optimizer
 
 
@@ -216,8 +214,7 @@ def pipelined(rank: int, shape: tuple[int, int], options: Mapping[str, Any]) -> 
             called = DistributedDataParallel(model, device_ids=[0])
             for given in batches:
                 called(*given).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
             states.append(dict(model.state_dict()))
             continue
         step = zcompile.train_step(model, None, optimizer, mesh=mesh, microbatches=8, backend="eager", **options)

@@ -12,6 +12,7 @@ from torch import nn
 
 import zcompile
 from tests.cases import quickly
+from tests.models import update
 from tests.ranks import on_threads
 
 
@@ -67,8 +68,7 @@ def trained(rank: int, marked: type[nn.Module] | None, backend: str) -> tuple[li
     torch.manual_seed(rank)
     for step in range(2):
         compiled(torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     with torch.no_grad():
         last = compiled.eval()(torch.ones(3, 6))
     sent = [program.communications() for program in compiled.programs]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 import zcompile
 from tests.cases import quickly
 from tests.models import batch, make
-from tests.ranks import Ranks
+from tests.ranks import on_ranks
 from tests.test_train_step import OPTIMIZERS, grouped
 from tests.threads import Threads
 from zcompile.torch_internals.dtensor import local_tensor
@@ -123,26 +125,16 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         )
 
 
-def full(rank: int, folder: str) -> str:
-    """The disk of rank 1 has no room."""
-
-    def fallocate(*_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    reserve = os.posix_fallocate
-    if rank == 1:
-        os.posix_fallocate = fallocate
-    try:
-        model = make("mlp")
-        zcompile.train_step(model, None, adamw(model), backend="eager", offload_optimizer=f"disk:{folder}")
-    except zcompile.StateError as error:
-        return str(error)
-    finally:
-        os.posix_fallocate = reserve
-    return "no error"
+def full_disk(here: bool) -> contextlib.AbstractContextManager[Any]:
+    """There is no room on a rank's disk, where it is `here`."""
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return mock.patch.object(os, "posix_fallocate", side_effect=error) if here else contextlib.nullcontext()
 
 
-def test_a_disk_that_is_full_is_an_error_of_all_ranks_before_the_first_step(ranks: Ranks, tmp_path: Path) -> None:
-    for message in ranks.run(2, full, str(tmp_path)):
-        assert "on rank 1: has no room for the" in message
-        assert "No space left on device" in message
+@on_ranks(2)
+def test_a_disk_that_is_full_is_an_error_of_all_ranks_before_the_first_step(rank: int, tmp_path: Path) -> None:
+    model = make("mlp")
+    with full_disk(here=rank == 1), pytest.raises(zcompile.StateError) as caught:
+        zcompile.train_step(model, None, adamw(model), backend="eager", offload_optimizer=f"disk:{tmp_path}")
+    assert "on rank 1: has no room for the" in str(caught.value)
+    assert "No space left on device" in str(caught.value)

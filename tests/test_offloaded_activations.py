@@ -17,7 +17,7 @@ from torch import nn
 
 import zcompile
 from tests.cases import quickly
-from tests.models import GPT, make
+from tests.models import GPT, make, update
 from tests.ranks import on_threads
 from tests.threads import Threads
 from zcompile import OptionError, StateError
@@ -188,8 +188,7 @@ def trained(rank: int, folder: str | None, **options: Any) -> tuple[list[torch.T
         loss.backward(retain_graph=True)
         loss.backward()
         compiled(given, given)  # a graph that is dropped
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     values = compiled.full_state_dict(rank0_only=False)
     offload = compiled._engine.runtime.offloads.get(OffloadStore())
     return [values[name] for name in sorted(values)], 0 if offload is None else disk_of(offload).nbytes  # type: ignore[attr-defined]

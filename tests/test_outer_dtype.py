@@ -19,10 +19,10 @@ from benchmarks.mutants.lines import respell
 from tests.cases import quickly
 from tests.compare import differing, parameters
 from tests.dumps import assert_proven, assert_replayed
+from tests.hybrids import Rows, Shape, mean, mesh_of, one_process, train
 from tests.models import batch, make
 from tests.ranks import on_threads
 from tests.rounding import EACH, rounded
-from tests.test_hybrid import STEPS, Shape, Values, adamw, mean, mesh_of, train
 from tests.threads import Threads
 from zcompile import OptionError, PipelineError, ProgramError
 from zcompile.ir.layout import padded_to_blocks, wire_bytes
@@ -90,31 +90,17 @@ def test_every_rank_gets_the_same_average(threads: Threads, wire: torch.dtype, w
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def reference(kind: str, shape: Shape, wire: torch.dtype) -> Values:
-    """One process: averages over the ranks that shard travel in bfloat16, twice beyond two replicas."""
-    model = make(kind, 0)
-    optimizer = adamw(model)
-    params = dict(model.named_parameters())
-    ranks = [(outer, inner) for outer in range(shape[0]) for inner in range(shape[1])]
-    for step in range(STEPS):
-        grads = {}
-        for rank in ranks:
-            model(*batch(kind, rank[0] * shape[1] + rank[1], step)).backward()
-            grads[rank] = {name: param.grad for name, param in params.items()}
-            model.zero_grad()
-        for name, param in params.items():
-            rows = [mean([grads[outer, inner][name] for inner in range(shape[1])]) for outer in range(shape[0])]  # type: ignore[misc]
-            wired = param.dim() > 0
-            param.grad = mean([rounded(row, wire) if wired else row for row in rows])
-            if shape[0] > 2 and wired:
-                param.grad = rounded(param.grad, wire)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: param.detach() for name, param in params.items()}
+def in_bfloat16(rows: Rows) -> torch.Tensor:
+    """Averages over the ranks that shard travel in bfloat16, twice beyond two replicas."""
+    inside = [mean(row) for row in rows]
+    if inside[0].dim() == 0:
+        return mean(inside)
+    found = mean([rounded(one, torch.bfloat16) for one in inside])
+    return rounded(found, torch.bfloat16) if len(rows) > 2 else found
 
 
 def sweep(rank: int, kind: str, shape: Shape, choices: list[tuple[int, int]]) -> list[str]:
-    want = reference(kind, shape, torch.bfloat16)
+    want = one_process(kind, shape, average=in_bfloat16)
     found = []
     for stage, prefetch in choices:
         got = train(rank, kind, shape, stage=stage, prefetch=prefetch, outer_dtype=torch.bfloat16)

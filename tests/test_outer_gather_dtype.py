@@ -21,13 +21,25 @@ from torch.distributed.tensor.parallel import parallelize_module
 import zcompile
 from benchmarks.mutants.lines import respell
 from tests.cases import quickly
-from tests.compare import differing, parameters
-from tests.dumps import assert_proven, assert_replayed
-from tests.models import batch, make
-from tests.ranks import Ranks, on_ranks, on_threads
+from tests.compare import differing, full, parameters
+from tests.dumps import assert_proven_and_replayed
+from tests.hybrids import (
+    PLAN,
+    Breaking,
+    Shape,
+    Values,
+    adamw,
+    mesh_of,
+    one_process,
+    recorded,
+    saved,
+    through_torch_compile,
+    train,
+)
+from tests.models import batch, make, update
+from tests.ranks import on_ranks, on_threads, run_apart
 from tests.rounding import EACH, rounded
 from tests.test_checker import texts_of
-from tests.test_hybrid import PLAN, STEPS, Breaking, Shape, Values, adamw, mean, mesh_of
 from tests.threads import Threads
 from zcompile import OptionError, ProgramError, ProofError, facts
 from zcompile.cost.memory import live_bytes
@@ -104,52 +116,17 @@ def test_a_shard_is_encoded_where_that_is_fewer_bytes(numel: int) -> None:
 # -- bits -------------------------------------------------------------------------------------------------------------
 
 
-def reference(kind: str, shape: Shape, wire: torch.dtype | None) -> Values:
+def arrived(kind: str, shape: Shape, wire: torch.dtype) -> Values:
     """One process: gradients at parameters as they arrive, averaged in order, and an optimizer of what they were."""
-    model, kept = make(kind, 0), make(kind, 0)
-    optimizer, own = adamw(kept), dict(kept.named_parameters())
-    ranks = [(outer, inner) for outer in range(shape[0]) for inner in range(shape[1])]
-    buffers = {rank: {name: b.clone() for name, b in model.named_buffers()} for rank in ranks}
-    for step in range(STEPS):
-        grads: dict[Shape, Values] = {}
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                param.copy_(own[name] if wire is None else arriving(own[name], len(ranks), wire))
-        for rank in ranks:
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[rank][name])
-            model(*batch(kind, rank[0] * shape[1] + rank[1], step)).backward()
-            grads[rank] = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-            buffers[rank] = {name: b.clone() for name, b in model.named_buffers()}
-            model.zero_grad()
-        for name, param in own.items():
-            param.grad = mean([mean([grads[outer, i][name] for i in range(shape[1])]) for outer in range(shape[0])])
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: param.detach() for name, param in own.items()}
-
-
-def train(rank: int, kind: str, shape: Shape, *, steps: bool = False, **options: Any) -> Values:
-    """By the loop, or by `train_step`. Other values on other ranks: rank 0's must win."""
-    compiled = zcompile.compile(make(kind, seed=rank), mesh=mesh_of(shape), backend="eager", **options)
-    optimizer = adamw(compiled)
-    step = zcompile.train_step(compiled, None, optimizer) if steps else None
-    for number in range(STEPS):
-        given_ = batch(kind, rank, number)
-        if step is not None:
-            step(*given_)
-            continue
-        compiled(*given_).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return parameters(compiled)
+    ranks = shape[0] * shape[1]
+    return one_process(kind, shape, arriving=lambda value: arriving(value, ranks, wire) if shape[0] > 1 else value)
 
 
 def sweep(
     rank: int, kind: str, shape: Shape, wire: torch.dtype, choices: list[Choice], options: dict[str, Any]
 ) -> list[str]:
     """What differs from the reference."""
-    want, found = reference(kind, shape, wire if shape[0] > 1 else None), []
+    want, found = arrived(kind, shape, wire), list[str]()
     for shard, stage, prefetch in choices:
         how: dict[str, Any] = {"shard": shard, "stage": stage, "prefetch": prefetch, **options}
         got = train(rank, kind, shape, outer_gather_dtype=wire, **how)
@@ -187,16 +164,12 @@ def test_every_stage_and_depth(threads: Threads, wire: torch.dtype) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
 def test_six_ranks(shape: Shape) -> None:
-    pool = Ranks(6)
-    try:
-        for kind, wire in (("gpt", INT8), ("mlp", BF16)):
-            assert pool.run(6, sweep, kind, shape, wire, FEW, {}) == [[]] * 6
-    finally:
-        pool.close()
+    for kind, wire in (("gpt", INT8), ("mlp", BF16)):
+        assert run_apart(6, sweep, kind, shape, wire, FEW, {}) == [[]] * 6
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "train step": {"steps": True},
+    "train step": {"by_step": True},
     "arenas": {"arenas": True},
     "checkpoints": {"checkpoint": "unit"},
     "a limit": {"memory_limit": "2 MiB"},
@@ -260,15 +233,11 @@ def computed(rank: int, kind: str, wire: torch.dtype, options: dict[str, Any]) -
         loss.backward()
         grads = {name: param.grad for name, param in compiled.named_parameters() if param.grad is not None}
         with torch.no_grad():
-            results.append([loss.detach(), compiled(*given_), *(_full(grad) for grad in grads.values())])
+            results.append([loss.detach(), compiled(*given_), *(full(grad) for grad in grads.values())])
     everyone = [torch.zeros(()) for _ in range(4)]
     torch.distributed.all_gather(everyone, results[1][0].float())
     found += [] if len({float(one) for one in everyone}) == 1 else [f"ranks differ: {everyone}"]
     return found + [f"{n}" for n, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)]
-
-
-def _full(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 COMPUTED: list[tuple[str, torch.dtype, dict[str, Any]]] = [
@@ -295,7 +264,7 @@ def test_every_rank_computes_with_what_the_others_got(
 @pytest.mark.slow
 @on_threads(4)
 def test_where_nothing_travels_in_fewer_bits_it_does_not_appear(rank: int) -> None:
-    """In a unit that is computed in bfloat16 anyway, and on one node: whether numbers and texts are as without it."""
+    """In a unit that is computed in bfloat16 anyway, and on one node, where numbers and texts are as without it."""
     found = []
     for shape, options in (((2, 2), {"dtype": BF16}), ((1, 4), {})):
         both = []
@@ -356,8 +325,7 @@ def test_bytes_outside_are_as_foretold_and_by_hand(rank: int, shard: str, stage:
         for param in compiled.parameters():
             assert param.data is not None  # whoever has it may write: copies are compared with the shards
         counts.append(spent(evaluate))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     program = compiled._engine.runtime.steps[0].program
     forward = program.phase(Phase.FORWARD).volumes()
     lives, gathers = live_bytes(program), program.nodes(GatherOutside)
@@ -409,17 +377,8 @@ def test_writes_to_parameters_are_noticed(rank: int, shard: str, stage: int) -> 
     return found
 
 
-def saved(rank: int, folder: str) -> Values:
-    how: dict[str, Any] = {"shard": "hpz", "outer_gather_dtype": INT8}
-    compiled = zcompile.compile(make("gpt", 0), mesh=mesh_of((2, 2)), backend="eager", **how)
-    optimizer = adamw(compiled)
-    for step in range(STEPS):
-        compiled(*batch("gpt", rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    compiled.save_checkpoint(folder, optimizer)
-    compiled.save_full_state_dict(f"{folder}.pt")
-    return parameters(compiled)
+def saved_in_fewer_bits(rank: int, folder: str) -> Values:
+    return saved(rank, folder, "hpz", "gpt", outer_gather_dtype=INT8)
 
 
 def loaded(rank: int, folder: str) -> Values:
@@ -430,8 +389,8 @@ def loaded(rank: int, folder: str) -> Values:
 
 @pytest.mark.slow
 def test_a_checkpoint_has_what_the_optimizer_keeps(threads: Threads, tmp_path: Path) -> None:
-    folder, want = str(tmp_path / "saved"), reference("gpt", (2, 2), INT8)
-    for values in threads.run(4, saved, folder):
+    folder, want = str(tmp_path / "saved"), arrived("gpt", (2, 2), INT8)
+    for values in threads.run(4, saved_in_fewer_bits, folder):
         assert not differing(values, want)
     assert not differing(torch.load(f"{folder}.pt"), want)
     for values in threads.run(2, loaded, folder):
@@ -526,14 +485,8 @@ def test_over_other_ranks_it_is_decided_anew() -> None:
     assert kinds(layout.over(8, 2)) == kinds(layout)
 
 
-def replayed(rank: int, folder: str, options: dict[str, Any]) -> None:
-    how: dict[str, Any] = {"mesh": mesh_of((2, 2)), "backend": "eager", "record": folder, **options}
-    compiled = zcompile.compile(make("gpt"), **how)
-    optimizer = adamw(compiled)
-    compiled(*batch("gpt", rank, 0)).backward()
-    optimizer.step()
-    compiled(*batch("gpt", rank, 1)).backward()
-    compiled.dump(f"{folder}/dump", all_ranks=True)
+def recorded_in_fewer_bits(rank: int, folder: str, options: dict[str, Any]) -> None:
+    recorded(rank, folder, "gpt", **options)
 
 
 DUMPED: list[dict[str, Any]] = [
@@ -546,9 +499,8 @@ DUMPED: list[dict[str, Any]] = [
 @pytest.mark.slow
 @quickly("options", DUMPED, DUMPED[1:2])
 def test_a_step_is_proven_across_ranks_and_replayed(threads: Threads, options: dict[str, Any], tmp_path: Path) -> None:
-    threads.run(4, replayed, str(tmp_path), options)
-    assert_proven(tmp_path / "dump")
-    assert_replayed(tmp_path, 4)
+    threads.run(4, recorded_in_fewer_bits, str(tmp_path), options)
+    assert_proven_and_replayed(tmp_path, 4)
 
 
 def other_wire(program: zcompile.Program, wire: torch.dtype | None) -> zcompile.Program:
@@ -613,17 +565,6 @@ def test_ranks_that_send_otherwise_are_told() -> None:
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
-def refused(rank: int, kind: str, shape: Shape | None, options: dict[str, Any]) -> str:
-    mesh, model = mesh_of(shape) if shape else None, make(kind)
-    before = [param.detach().clone() for param in model.parameters()]
-    try:
-        zcompile.compile(model, mesh=mesh, backend="eager", **options)
-    except OptionError as error:
-        kept = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        return str(error) if kept else "the model was touched"
-    return "all went well"
-
-
 REFUSED: list[tuple[str, Shape | None, dict[str, Any], str]] = [
     ("gpt", (2, 2), {"outer_gather_dtype": INT8}, "these options make none"),
     ("gpt", (2, 2), {"outer_gather_dtype": INT8, "shard": "hsdp"}, "these options make none"),
@@ -636,20 +577,21 @@ REFUSED: list[tuple[str, Shape | None, dict[str, Any], str]] = [
 ]
 
 
-def all_refused(rank: int) -> list[str]:
-    found = [refused(rank, kind, shape, options) for kind, shape, options, _ in REFUSED]
-    return [*found, refused(rank, "gpt", None, {"outer_gather_dtype": INT8, "shard": "hpz"})]
-
-
 @pytest.mark.slow
-def test_what_cannot_be_meant_is_refused_alike_on_every_rank(threads: Threads) -> None:
-    for *errors, one_axis in threads.run(4, all_refused):
-        for error, (_, _, options, says) in zip(errors, REFUSED, strict=True):
-            assert error.startswith("outer_gather_dtype: "), (options, error)
-            assert says in error, (options, error)
-            assert "Fix: " in error
-        assert one_axis.startswith("shard: is 'hpz'")
-        assert "all ranks are along one" in one_axis
+@on_threads(4)
+def test_what_cannot_be_meant_is_refused_alike_on_every_rank(rank: int) -> None:
+    for kind, shape, options, says in REFUSED:
+        mesh, model = mesh_of(shape) if shape else None, make(kind)
+        before = [param.detach().clone() for param in model.parameters()]
+        with pytest.raises(OptionError) as caught:
+            zcompile.compile(model, mesh=mesh, backend="eager", **options)
+        error, touches = str(caught.value), not all(map(torch.equal, before, model.parameters()))
+        assert error.startswith("outer_gather_dtype: "), (options, error)
+        assert says in error, (options, error)
+        assert "Fix: " in error
+        assert not touches, options
+    with pytest.raises(OptionError, match=r"^shard: is 'hpz'.*all ranks are along one"):
+        zcompile.compile(make("gpt"), backend="eager", outer_gather_dtype=INT8, shard="hpz")
 
 
 # -- beside others ----------------------------------------------------------------------------------------------------
@@ -658,16 +600,8 @@ def test_what_cannot_be_meant_is_refused_alike_on_every_rank(threads: Threads) -
 @pytest.mark.slow
 @on_ranks(4)
 def test_the_backend_of_torch_compile_takes_it(rank: int) -> list[str]:
-    how: dict[str, Any] = {"mesh": mesh_of((2, 2)), "shard": "hpz", "outer_gather_dtype": INT8}
-    model, backend = make("gpt", 0), zcompile.backend(backend="eager", **how)
-    optimizer, step = adamw(model), torch.compile(model, backend=backend)
-    for number in range(STEPS):
-        step(*batch("gpt", rank, number)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    shards = [_full(param) for param in backend.shards().values()]
-    want = reference("gpt", (2, 2), INT8)
-    return [n for n in want if not any(one.shape == want[n].shape and torch.equal(one, want[n]) for one in shards)]
+    want = arrived("gpt", (2, 2), INT8)
+    return through_torch_compile(rank, "gpt", want, shard="hpz", outer_gather_dtype=INT8)
 
 
 @pytest.mark.slow
@@ -691,5 +625,5 @@ def test_it_stands_beside_tensor_parallelism(rank: int) -> list[str]:
         compiled = zcompile.compile(model, backend="eager", **how)
         loss = compiled(x).square().mean()
         loss.backward()
-        results.append([loss, *(_full(p.grad) for p in compiled.parameters() if p.grad is not None)])
+        results.append([loss, *(full(p.grad) for p in compiled.parameters() if p.grad is not None)])
     return [str(n) for n, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)]

@@ -11,6 +11,7 @@ from torch import nn
 
 import zcompile
 from tests.cases import quickly
+from tests.models import update
 from tests.ranks import on_ranks
 from tests.threads import Threads
 
@@ -74,8 +75,7 @@ def trained(rank: int, loss: str, micro: int) -> tuple[list[torch.Tensor], list[
             else:
                 LOSSES[loss](compiled, rank, step * micro + part).backward()
         missing = [p.grad is None for p in compiled.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return [p.detach().clone() for p in compiled.parameters()], missing
 
 
@@ -95,8 +95,7 @@ def test_gradients_from_outside_of_the_models_call_are_averaged(threads: Threads
             grads = [g for own in copies if (g := own.get_parameter(name).grad) is not None]
             parameter.grad = sum(grads) / 2 if grads else None  # type: ignore[assignment]
         missing = [p.grad is None for p in reference.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     for parameters, without in threads.run(2, trained, loss, micro):
         assert without == missing
         for ours, theirs in zip(parameters, reference.parameters(), strict=True):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,16 +20,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zcompile
+from tests import hybrids
 from tests.cases import quickly
 from tests.compare import differing, parameters
-from tests.dumps import assert_proven, assert_replayed
-from tests.models import batch, make
+from tests.dumps import assert_proven_and_replayed
+from tests.hybrids import STEPS, Shape, Values, one_process
+from tests.models import batch, make, update
 from tests.ranks import Ranks, on_ranks, on_threads
 from tests.threads import Threads
 from zcompile import OptimizerError, OptionError, ParameterError
-
-STEPS = 3
-Values = dict[str, torch.Tensor]
 
 
 class Whitening(torch.optim.Optimizer):
@@ -74,81 +75,20 @@ def optimizers(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim
     return [first, torch.optim.AdamW([param for param in params.values() if param.ndim != 2], lr=1e-2)]
 
 
-def mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Summed in their order, then divided."""
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total += tensor
-    return total / len(tensors)
-
-
-def averaged(grads: list[Values], name: str, replicas: int) -> torch.Tensor | None:
-    """Over the ranks that shard, in their order, then over the replicas."""
-    if name not in grads[0]:
-        return None
-    each = len(grads) // replicas
-    inner = [mean([one[name] for one in grads[start : start + each]]) for start in range(0, len(grads), each)]
-    return mean(inner)
-
-
-def reference(
-    kind: str,
-    world: int,
-    *,
-    replicas: int = 1,
-    batches: int = 1,
-    clip: float | None = None,
-    steps: int = STEPS,
-    by: type[torch.optim.Optimizer] = torch.optim.Muon,
-) -> Values:
-    """One process: gradients of all ranks, averaged in their order."""
-    model = make(kind, 0)
-    some = optimizers(model, by)
-    for step in range(steps):
-        grads: list[Values] = []
-        for rank in range(world):
-            for micro in range(batches):
-                model(*batch(kind, rank, batches * step + micro)).backward()
-            grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-            model.zero_grad()
-        for name, param in model.named_parameters():
-            param.grad = averaged(grads, name, replicas)
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        for optimizer in some:
-            optimizer.step()
-            optimizer.zero_grad()
-    return {name: param.detach() for name, param in model.named_parameters()}
-
-
 def compiled_of(rank: int, kind: str, **options: object) -> zcompile.CompiledModule:
     """Other values on other ranks: rank 0's must win."""
     model = make(kind, rank)
     return zcompile.compile(model, whole=matrices(model), backend="eager", **options)  # type: ignore[arg-type]
 
 
-def train(
-    rank: int,
-    kind: str,
-    *,
-    batches: int = 1,
-    clip: float | None = None,
-    by: type[torch.optim.Optimizer] = torch.optim.Muon,
-    **options: object,
-) -> Values:
-    compiled = compiled_of(rank, kind, **options)
-    some = optimizers(compiled, by)
-    for step in range(STEPS):
-        for micro in range(batches):
-            last = micro == batches - 1
-            with contextlib.nullcontext() if last else compiled.no_sync():
-                compiled(*batch(kind, rank, batches * step + micro)).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(compiled.parameters(), clip)
-        for optimizer in some:
-            optimizer.step()
-            optimizer.zero_grad()
-    return parameters(compiled)
+def reference(kind: str, world: int, replicas: int = 1, first: Any = torch.optim.Muon, **options: Any) -> Values:
+    by = functools.partial(optimizers, kind=first)
+    return one_process(kind, (replicas, world // replicas), by=by, **options)
+
+
+def train(rank: int, kind: str, shape: Shape | None = None, first: Any = torch.optim.Muon, **options: Any) -> Values:
+    by = functools.partial(optimizers, kind=first)
+    return hybrids.train(rank, kind, shape, by=by, whole=matrices(make(kind)), **options)
 
 
 def sweep(rank: int, kind: str, world: int, choices: list[tuple[int, int]]) -> list[str]:
@@ -178,28 +118,23 @@ WAYS = ("replicas", "micro-batches", "shampoo", "a disk", "arenas", "a bucket", 
 @on_threads(4)
 def test_other_ways_of_training_give_the_same_bits(rank: int, name: str, tmp_path: Path) -> list[str]:
     """What differs from one process, in each of several ways of training."""
-    folder = str(tmp_path)
     if name == "replicas":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        return differing(train(rank, "mlp", mesh=mesh), reference("mlp", 4, replicas=2))
+        return differing(train(rank, "mlp", (2, 2)), reference("mlp", 4, replicas=2))
     if name == "micro-batches":  # where full gradients are kept they are added before they are averaged
-        return differing(train(rank, "mlp", batches=2, stage=1), reference("mlp", 4, batches=2))
+        return differing(train(rank, "mlp", synchronised=(False, True), stage=1), reference("mlp", 4, batches=2))
     if name == "shampoo":
-        return differing(train(rank, "mlp", by=Whitening), reference("mlp", 4, by=Whitening))
+        return differing(train(rank, "mlp", first=Whitening), reference("mlp", 4, first=Whitening))
     if name == "a disk":
-        got = train(rank, "mlp", offload_parameters=f"disk:{folder}", offload_activations=f"disk:{folder}")
+        got = train(rank, "mlp", offload_parameters=f"disk:{tmp_path}", offload_activations=f"disk:{tmp_path}")
         return differing(got, reference("mlp", 4))
     options = {"arenas": {"arenas": True}, "a bucket": {"bucket": 4096}, "checkpoints": {"checkpoint": "unit"}}[name]
     return differing(train(rank, "gpt", **options), reference("gpt", 4))
 
 
-def clipped(rank: int, world: int) -> float:
-    got, want = train(rank, "mlp", clip=0.05), reference("mlp", world, clip=0.05)
-    return max(float((got[name] - want[name]).abs().max()) for name in want)
-
-
-def test_gradients_are_clipped_by_the_norm_of_all(threads: Threads) -> None:
-    assert max(threads.run(3, clipped, 3)) < 1e-6
+@on_threads(3)
+def test_gradients_are_clipped_by_the_norm_of_all(rank: int) -> None:
+    got, want = train(rank, "mlp", clip=0.05), reference("mlp", 3, clip=0.05)
+    assert max(float((got[name] - want[name]).abs().max()) for name in want) < 1e-6
 
 
 BY = (torch.optim.Muon, Whitening)
@@ -211,9 +146,8 @@ def test_a_train_step_updates_matrices_where_their_gradients_arrive(
     rank: int, kind: str, by: type[torch.optim.Optimizer], tmp_path: Path
 ) -> list[str]:
     """Parameters that differ from one process after train steps, with the state in memory and on a disk."""
-    folder = str(tmp_path)
     found = []
-    places = (("memory", {}), ("a disk", {"offload_optimizer": f"disk:{folder}"}))
+    places = (("memory", {}), ("a disk", {"offload_optimizer": f"disk:{tmp_path}"}))
     for name, options in places if by is torch.optim.Muon else places[:1]:
         model = make(kind, rank)
         some = optimizers(model, by)
@@ -221,7 +155,7 @@ def test_a_train_step_updates_matrices_where_their_gradients_arrive(
         step = zcompile.train_step(model, loss, some, whole=matrices(model), backend="eager", **options)
         for number in range(STEPS):
             step(*batch(kind, rank, number))
-        found += [f"{name}: {one}" for one in differing(parameters(step.model), reference(kind, 3, by=by))]
+        found += [f"{name}: {one}" for one in differing(parameters(step.model), reference(kind, 3, first=by))]
     return found
 
 
@@ -349,9 +283,7 @@ def saved(rank: int, folder: str, by: type[torch.optim.Optimizer]) -> Values:
     some = optimizers(compiled, by)
     for step in range(2):
         compiled(*batch("mlp", 0, step)).backward()
-        for optimizer in some:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*some)
     compiled.save_checkpoint(folder, some[0])
     compiled.save_checkpoint(f"{folder} of the rest", some[1])
     compiled.save_full_state_dict(f"{folder}.pt")
@@ -403,10 +335,7 @@ def test_a_checkpoint_loads_in_other_worlds_and_layouts(
 @pytest.mark.slow
 @on_threads(3)
 def test_a_matrix_of_fewer_rows_than_ranks_is_refused_to_muon(rank: int) -> None:
-    """As torch divides no such tensor, which it says of no parameter.
-
-    What a step of Muon raises for matrices divided by rows: the last has a single one.
-    """
+    """The last one has a single row. Torch divides no such tensor, which it says of no parameter."""
     model = zcompile.compile(make("mlp"), backend="eager")
     model(*batch("mlp", rank, 0)).backward()
     with pytest.raises(ParameterError) as raised:
@@ -417,20 +346,14 @@ def test_a_matrix_of_fewer_rows_than_ranks_is_refused_to_muon(rank: int) -> None
     assert "whole=" in message
 
 
-def replayed(rank: int, folder: str) -> None:
-    compiled = compiled_of(rank, "mlp", record=folder)
-    muon, _ = optimizers(compiled)
-    compiled(*batch("mlp", rank, 0)).backward()
-    muon.step()
-    compiled(*batch("mlp", rank, 1)).backward()
-    compiled.dump(f"{folder}/dump", all_ranks=True)
+def recorded(rank: int, folder: str) -> None:
+    hybrids.recorded(rank, folder, "mlp", None, by=optimizers, whole=matrices(make("mlp")))
 
 
 @pytest.mark.slow
 def test_a_step_is_proven_across_ranks_and_replayed(threads: Threads, tmp_path: Path) -> None:
-    threads.run(3, replayed, str(tmp_path))
-    assert_proven(tmp_path / "dump")
-    assert_replayed(tmp_path, 3)
+    threads.run(3, recorded, str(tmp_path))
+    assert_proven_and_replayed(tmp_path, 3)
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
@@ -448,27 +371,16 @@ class Derived(torch.optim.AdamW):
     """Nothing is known of it."""
 
 
+def one_group(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [Derived(model.parameters(), lr=1e-2, foreach=True)]
+
+
 @pytest.mark.slow
 @on_threads(3)
 def test_an_optimizer_of_elements_takes_both_kinds_in_one_group(rank: int) -> list[str]:
-    """What differs where an optimizer of elements steps matrices with owners and vectors by rows together."""
-    compiled = compiled_of(rank, "mlp")
-    plain = make("mlp", 0)
-    optimizer, other = (Derived(model.parameters(), lr=1e-2, foreach=True) for model in (compiled, plain))
-    for step in range(2):
-        compiled(*batch("mlp", rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        grads: list[Values] = []
-        for number in range(3):
-            plain(*batch("mlp", number, step)).backward()
-            grads.append({name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
-            plain.zero_grad()
-        for name, param in plain.named_parameters():
-            param.grad = averaged(grads, name, 1)
-        other.step()
-        other.zero_grad()
-    return differing(parameters(compiled), {name: param.detach() for name, param in plain.named_parameters()})
+    """Matrices with owners, and vectors by rows."""
+    got = hybrids.train(rank, "mlp", None, by=one_group, whole=matrices(make("mlp")))
+    return differing(got, one_process("mlp", (1, 3), by=one_group))
 
 
 class First(torch.optim.SGD):
@@ -500,7 +412,7 @@ class Adapting(torch.optim.SGD):
 @pytest.mark.slow
 @on_threads(4)
 def test_an_optimizer_that_looks_at_all_matrices_is_refused(rank: int) -> None:
-    """What is said of optimizers that look at all their parameters; and of one that looks at the first, nothing."""
+    """And of one that looks at the first, nothing is said."""
     compiled = compiled_of(rank, "mlp")
     found = []
     for kind in (Clipping, Adapting, First):

@@ -43,8 +43,8 @@ def texts(rank: int, kind: str, choice: Choice) -> list[str]:
 @pytest.mark.parametrize(
     ("world", "choice"),
     [
-        pytest.param(2, Choice(3, 2, None, None), marks=pytest.mark.slow),
-        pytest.param(3, Choice(1, 1, "unit", torch.bfloat16), marks=pytest.mark.slow),
+        (2, Choice(3, 2, None, None)),
+        (3, Choice(1, 1, "unit", torch.bfloat16)),
         (1, Choice(2, 0, None, None)),
     ],
     ids=str,

@@ -103,7 +103,7 @@ def test_gathers_send_two_bytes_and_reductions_four_or_two(threads: Threads) -> 
 )
 @on_threads(2)
 def test_the_loss_curve_is_that_of_ddp_with_autocast(rank: int, stage: int, dtype: torch.dtype) -> None:
-    """100 steps beside DistributedDataParallel under autocast: the worst relative distance of smoothed losses."""
+    """100 steps beside DistributedDataParallel under autocast: the losses are smoothed."""
     model = make("gpt")
     compiled = zcompile.compile(copy.deepcopy(model), stage=stage, dtype=dtype, backend="eager")
     ddp = DistributedDataParallel(model)
@@ -131,7 +131,7 @@ def test_the_loss_curve_is_that_of_ddp_with_autocast(rank: int, stage: int, dtyp
 @quickly("stage", range(4), [0])
 @on_threads(3)
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(rank: int, stage: int) -> None:
-    """Whether each step changed the parameters, and the scale after it; rank 1's loss overflows in the second."""
+    """Rank 1's loss overflows in the second step."""
     compiled = zcompile.compile(make("mlp"), stage=stage, dtype=torch.float16, backend="eager")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -170,7 +170,7 @@ def test_a_model_that_is_traced_too_often_says_so_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["affine", "returned", pytest.param("mixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["affine", "returned", "mixed"])
 def test_a_step_of_the_cache_has_the_numbers_of_its_own_calls(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zcompile
 from tests.cases import quickly
 from tests.compare import full
-from tests.models import GPT, batch, make
+from tests.models import GPT, batch, make, update
 from tests.ranks import AT_ONCE, Ranks, on_ranks
 from zcompile.facts import verify
 from zcompile.ir.program import Program
@@ -161,7 +161,10 @@ def test_one_rank_trains_while_the_other_evaluates(ranks: Ranks) -> None:
     assert {kind for kind, _, _ in ranks.run(2, one_rank_evaluates)} == {"AgreementError"}
 
 
-def batches_of_different_sizes(rank: int, kind: str, stage: int) -> float:
+@pytest.mark.slow
+@quickly("kind, stage", [("mlp", 3), ("gpt", 3), ("gpt", 0)], [("mlp", 3)], pairs=False)
+@on_ranks(2)
+def test_batches_of_different_sizes_on_the_ranks(rank: int, kind: str, stage: int) -> None:
     compiled = zcompile.compile(make(kind), stage=stage, backend="eager")
     reference = DistributedDataParallel(make(kind))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (compiled, reference)]
@@ -170,16 +173,9 @@ def batches_of_different_sizes(rank: int, kind: str, stage: int) -> float:
         data = batch(kind, rank, step, size=3 + rank + (step >= 2 + rank))
         for model, optimizer in zip((compiled, reference), optimizers, strict=True):
             model(*data).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     pairs = zip(compiled.parameters(), reference.parameters(), strict=True)
-    return max(float((full(ours) - theirs).abs().max()) for ours, theirs in pairs)
-
-
-@pytest.mark.slow
-@quickly("kind, stage", [("mlp", 3), ("gpt", 3), ("gpt", 0)], [("mlp", 3)], pairs=False)
-def test_batches_of_different_sizes_on_the_ranks(ranks: Ranks, kind: str, stage: int) -> None:
-    assert max(ranks.run(2, batches_of_different_sizes, kind, stage)) < 1e-6
+    assert max(float((full(ours) - theirs).abs().max()) for ours, theirs in pairs) < 1e-6
 
 
 @pytest.mark.slow

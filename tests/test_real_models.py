@@ -16,6 +16,7 @@ import zcompile
 from tests import zoo
 from tests.cases import quickly
 from tests.compare import full
+from tests.models import update
 from tests.ranks import Ranks, on_threads
 from tests.threads import Threads
 
@@ -56,8 +57,7 @@ def reference(kind: str, world: int) -> tuple[Values, list[Values], list[float]]
         else:
             loss = zoo.loss(kind, model, joined(batches))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         losses.append(loss.item())
     return {name: p.detach() for name, p in model.named_parameters()}, buffers, losses
 
@@ -70,8 +70,7 @@ def train(rank: int, kind: str, stage: int, backend: str) -> tuple[zcompile.Comp
     for step in range(STEPS):
         loss = zoo.loss(kind, compiled, zoo.batch(kind, rank, step))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         torch.distributed.all_reduce(total := loss.detach().clone())
         losses.append(total.item() / torch.distributed.get_world_size())
     return compiled, losses
@@ -135,7 +134,7 @@ def test_inductor_trains_as_eager_pytorch_to_the_rounding_of_fused_code(
 @pytest.mark.parametrize(
     ("kind", "where", "why"),
     [
-        pytest.param("gpt2", "GPT2LMHeadModel", "warning_once", marks=pytest.mark.slow),
+        ("gpt2", "GPT2LMHeadModel", "warning_once"),
         ("mixtral_loop", "model.layers.0.mlp.experts", "for expert_idx in expert_hit"),
     ],
 )

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import zcompile
 from tests.cases import quickly
-from tests.models import batch, make
+from tests.models import batch, make, update
 from tests.ranks import Ranks
 from tests.threads import Threads
 from zcompile import OptionError, ReplayError
@@ -150,8 +150,7 @@ def micro_batches(rank: int, folder: Path, stage: int) -> None:
     with torch.no_grad():
         compiled(*batch("gpt", rank, 9))
     compiled(*batch("gpt", rank, 1)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     compiled(*batch("gpt", rank, 2)).backward()  # the step has ended
 
 

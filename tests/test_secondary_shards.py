@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,30 +22,29 @@ from torch.distributed.tensor import DTensor, Shard
 
 import zcompile
 from tests.cases import quickly
-from tests.compare import differing, parameters
-from tests.dumps import assert_proven, assert_replayed
-from tests.models import batch, make
-from tests.ranks import Ranks, on_threads
-from tests.test_hybrid import (
+from tests.compare import parameters
+from tests.dumps import assert_proven_and_replayed
+from tests.hybrids import (
     KINDS,
     OPTIONS,
     Shape,
-    Values,
     accumulated,
     adamw,
+    assert_loads_elsewhere,
     beside,
     broken,
     compare_steps,
     divided,
-    loaded,
     mesh_of,
     on_a_disk,
-    reference,
-    replayed,
-    saved,
+    one_process,
+    recorded,
+    sweep,
     through_torch_compile,
     train,
 )
+from tests.models import batch, make
+from tests.ranks import Ranks, on_ranks, on_threads, run_apart
 from tests.threads import Threads
 from zcompile import GroupError, OptionError, PipelineError, ProgramError
 from zcompile.ir.operation import Data, Phase, op_of
@@ -53,31 +53,27 @@ from zcompile.report.explain import peak_full_bytes
 from zcompile.runtime.tensors.parameter import ShardedParameter
 
 HYBRIDS = ("hfsdp", "hpz")
-ALL = [(shard, stage, prefetch) for shard in HYBRIDS for stage in (1, 2, 3) for prefetch in range(3)]
+
+
+def choice(shard: str, stage: int, prefetch: int) -> dict[str, Any]:
+    return {"shard": shard, "stage": stage, "prefetch": prefetch}
+
+
+ALL = [choice(shard, stage, prefetch) for shard in HYBRIDS for stage in (1, 2, 3) for prefetch in range(3)]
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------
 
 
-def sweep(rank: int, kind: str, shape: Shape, choices: list[tuple[str, int, int]]) -> list[str]:
-    """What differs from the sum inside, in the order of ranks, and then outside."""
-    want, flat = reference(kind, shape), reference(kind, shape, flat=True)
-    found = []
-    for shard, stage, prefetch in choices:
-        got = train(rank, kind, shape, stage=stage, prefetch=prefetch, shard=shard)
-        found += [f"{shard} {stage} {prefetch}: {n}" for n in differing(got, flat if shard == "flat" else want)]
-    return found
-
-
 @pytest.mark.slow
 def test_two_by_two_equals_the_sum_in_order_bit_for_bit(ranks: Ranks) -> None:
-    choices = [("hfsdp", 3, 2), ("hpz", 3, 1)]
+    choices = [choice("hfsdp", 3, 2), choice("hpz", 3, 1)]
     assert ranks.run(4, sweep, "tied", (2, 2), choices) == [[]] * 4
 
 
 @quickly("kind", KINDS, [], slow=["tied"])
 def test_two_by_two_equals_the_sum_in_order_in_every_stage(threads: Threads, kind: str) -> None:
-    assert threads.run(4, sweep, kind, (2, 2), [*ALL, ("flat", 2, 1), ("flat", 3, 2)]) == [[]] * 4
+    assert threads.run(4, sweep, kind, (2, 2), [*ALL, choice("flat", 2, 1), choice("flat", 3, 2)]) == [[]] * 4
 
 
 @pytest.mark.slow
@@ -88,18 +84,15 @@ def test_two_by_two_equals_the_sum_in_order_in_every_stage(threads: Threads, kin
     slow=[((1, 4), "conv")],
 )
 def test_dimensions_of_one_and_worlds_of_three(threads: Threads, shape: Shape, kind: str) -> None:
-    found = threads.run(shape[0] * shape[1], sweep, kind, shape, [("hfsdp", 3, 1), ("hpz", 3, 1), ("hpz", 1, 1)])
+    choices = [choice("hfsdp", 3, 1), choice("hpz", 3, 1), choice("hpz", 1, 1)]
+    found = threads.run(shape[0] * shape[1], sweep, kind, shape, choices)
     assert found == [[]] * len(found)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
 def test_six_ranks(shape: Shape) -> None:
-    pool = Ranks(6)
-    try:
-        assert pool.run(6, sweep, "mlp", shape, ALL) == [[]] * 6
-    finally:
-        pool.close()
+    assert run_apart(6, sweep, "mlp", shape, ALL) == [[]] * 6
 
 
 @quickly(
@@ -148,8 +141,9 @@ def test_what_runs_as_plain_python_is_averaged_over_both_axes(threads: Threads, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", HYBRIDS)
-def test_the_backend_of_torch_compile_takes_it(ranks: Ranks, shard: str) -> None:
-    assert ranks.run(4, through_torch_compile, shard) == [[]] * 4
+@on_ranks(4)
+def test_the_backend_of_torch_compile_takes_it(rank: int, shard: str) -> list[str]:
+    return through_torch_compile(rank, "mlp", one_process("mlp", (2, 2)), stage=3, shard=shard)
 
 
 @pytest.mark.slow
@@ -287,17 +281,16 @@ def test_writes_to_what_a_parameter_shows_are_noticed(rank: int, shard: str, sta
 @on_threads(4)
 def test_who_only_reads_makes_nobody_compare(rank: int, tmp_path: Path) -> list[str]:
     """What makes ranks compare copies ever after, of what reads parameters and does not write to them."""
-    folder = str(tmp_path)
     compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", shard="hfsdp")
     optimizer, found = adamw(compiled), []
     compiled(*batch("mlp", rank, 0)).backward()
     reading: Mapping[str, Callable[[], object]] = {
         "clip": lambda: nn.utils.clip_grad_norm_(compiled.parameters(), 1.0),
         "step": optimizer.step,
-        "save": lambda: compiled.save_checkpoint(f"{folder}/ours", optimizer),
-        "load": lambda: compiled.load_checkpoint(f"{folder}/ours", optimizer),
+        "save": lambda: compiled.save_checkpoint(f"{tmp_path}/ours", optimizer),
+        "load": lambda: compiled.load_checkpoint(f"{tmp_path}/ours", optimizer),
         "full state": compiled.full_state_dict,
-        "save by torch": lambda: dcp.save(compiled.state_dict(), checkpoint_id=f"{folder}/torch"),
+        "save by torch": lambda: dcp.save(compiled.state_dict(), checkpoint_id=f"{tmp_path}/torch"),
         "values": lambda: [param.full_tensor() for param in compiled.parameters() if isinstance(param, DTensor)],
         "tracker": lambda: [param.detach().cpu() for param in compiled.parameters()],
     }
@@ -394,17 +387,8 @@ def _is_sharded(param: nn.Parameter) -> bool:
 @pytest.mark.slow
 @quickly("shard", HYBRIDS, ["hpz"])
 def test_a_checkpoint_loads_in_other_layouts(ranks: Ranks, shard: str, tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    values = ranks.run(4, saved, folder, shard)[0]
-    assert not differing(torch.load(f"{folder}.pt"), values)
-    after: list[Values] = []
-    ways: list[tuple[int, Shape | None, str | None]] = [(4, (2, 2), "hfsdp"), (3, None, None), (4, (2, 2), "hsdp")]
-    for world, shape, other in ways:
-        for found, stepped in ranks.run(world, loaded, folder, shape, other):
-            assert not differing(found, values)
-            after.append(stepped)
-    for one in after:
-        assert all(torch.allclose(one[name], after[0][name], atol=1e-6) for name in one)
+    ways = [(4, (2, 2), "hfsdp"), (3, None, None), (4, (2, 2), "hsdp")]
+    assert_loads_elsewhere(ranks, str(tmp_path / "saved"), ways, shard)
 
 
 @pytest.mark.slow
@@ -412,26 +396,16 @@ def test_a_checkpoint_loads_in_other_layouts(ranks: Ranks, shard: str, tmp_path:
     "shard, stage", [(shard, stage) for shard in HYBRIDS for stage in (2, 3)], [("hpz", 3), ("hfsdp", 3)], pairs=False
 )
 def test_a_step_is_proven_across_ranks_and_replayed(threads: Threads, shard: str, stage: int, tmp_path: Path) -> None:
-    threads.run(4, replayed_with, str(tmp_path), shard, stage)
-    assert_proven(tmp_path / "dump")
-    assert_replayed(tmp_path, 4)
+    threads.run(4, recorded_with, str(tmp_path), shard, stage)
+    assert_proven_and_replayed(tmp_path, 4)
 
 
-def replayed_with(rank: int, folder: str, shard: str, stage: int) -> None:
+def recorded_with(rank: int, folder: str, shard: str, stage: int) -> None:
     """Of so few units that the backward has to gather some of them inside."""
-    replayed(rank, folder, shard=shard, stage=stage, prefetch=0)
+    recorded(rank, folder, shard=shard, stage=stage, prefetch=0)
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
-
-
-def refused(rank: int, options: dict[str, Any], shape: Shape | None) -> str:
-    mesh = mesh_of(shape) if shape else None
-    try:
-        zcompile.compile(make("mlp"), mesh=mesh, backend="eager", **options)
-    except OptionError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize(
@@ -443,11 +417,11 @@ def refused(rank: int, options: dict[str, Any], shape: Shape | None) -> str:
         ({"shard": "hfsdp", "whole": ["layers.0.weight"]}, (2, 2), "and whole= keeps some with one rank"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(
-    threads: Threads, options: dict[str, Any], shape: Shape | None, says: str
-) -> None:
-    for error in threads.run(4, refused, options, shape):
-        assert says in error
+@on_threads(4)
+def test_what_cannot_be_meant_is_refused(rank: int, options: dict[str, Any], shape: Shape | None, says: str) -> None:
+    mesh = mesh_of(shape) if shape else None
+    with pytest.raises(OptionError, match=re.escape(says)):
+        zcompile.compile(make("mlp"), mesh=mesh, backend="eager", **options)
 
 
 def sharding_outside(rank: int, shard: str) -> tuple[str, list[str]]:

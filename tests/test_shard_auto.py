@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import zcompile
 from tests.cases import diagonal, quickly
 from tests.compare import differing, parameters
-from tests.models import MODELS, batch, make
+from tests.hybrids import adamw, mesh_of, train
+from tests.models import MODELS, batch, make, update
 from tests.ranks import Ranks, on_ranks
-from tests.test_hybrid import adamw, mesh_of, train
+from tests.refusals import error_of
 from zcompile import AgreementError, OptionError
 from zcompile.cost.hardware import Hardware, Link
 from zcompile.ir.layout import STAGES, Hybrid, Layout
@@ -130,8 +131,7 @@ def compiled_by(rank: int, how: str, shape: tuple[int, int]) -> tuple[str, str, 
             step(*batch("mlp", rank, number))
         else:
             model(*batch("mlp", rank, number)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     layout = model.layout
     shard = "flat" if layout.replicated is None else str(layout.hybrid)
     beside = {key: options[key] for key in options if key in ("whole", "outer_dtype", "outer_gather_dtype")}
@@ -172,11 +172,10 @@ def test_a_mesh_of_one_dimension_leaves_nothing_to_choose(rank: int) -> None:
 
 
 def some_ask(rank: int) -> str:
-    try:
-        zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), shard="auto" if rank else "hsdp", backend="eager")
-    except AgreementError as error:
-        return str(error)
-    return "nothing was said"
+    return error_of(
+        lambda: zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), shard="auto" if rank else "hsdp", backend="eager"),
+        AgreementError,
+    )
 
 
 def test_ranks_that_do_not_all_ask_are_told(ranks: Ranks) -> None:
@@ -191,11 +190,9 @@ def unlike(rank: int, what: str) -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     whole = ["layers.0.weight"] if what == "whole" and rank == 3 else None
     dist.barrier()
-    try:
-        zcompile.compile(make("mlp"), mesh=mesh, shard="auto", whole=whole, backend="eager")
-    except AgreementError as error:
-        return str(error)
-    return "nothing was said"
+    return error_of(
+        lambda: zcompile.compile(make("mlp"), mesh=mesh, shard="auto", whole=whole, backend="eager"), AgreementError
+    )
 
 
 @pytest.mark.parametrize("what", ["axis", "whole"])

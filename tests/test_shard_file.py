@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 
 import zcompile
 from tests.models import batch, fit, make
-from tests.ranks import Ranks
-from tests.test_offload import is_mapped
+from tests.ranks import on_ranks
+from tests.test_offload import full_disk, is_mapped
 from tests.threads import Threads
 from zcompile import OptionError, StateError
 from zcompile.runtime.offload.host_shards import ShardFile
@@ -35,7 +34,7 @@ def trained(rank: int, kind: str, folder: str | None, options: dict[str, Any]) -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [pytest.param("gpt", {"stage": 3, "dtype": torch.bfloat16}, marks=pytest.mark.slow), ("mlp", {"stage": 1})],
+    [("gpt", {"stage": 3, "dtype": torch.bfloat16}), ("mlp", {"stage": 1})],
     ids=["stage 3 in bfloat16", "stage 1"],
 )
 def test_training_is_that_without(threads: Threads, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
@@ -109,26 +108,11 @@ def test_what_cannot_be_meant_is_refused(options: dict[str, Any], found: str) ->
         zcompile.compile(make("mlp"), **options)
 
 
-def without_room(rank: int, folder: str) -> str:
-    """The disk of rank 1 has no room."""
-
-    def fallocate(*_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    reserve, model = os.posix_fallocate, make("mlp")
-    if rank == 1:
-        os.posix_fallocate = fallocate
-    try:
-        zcompile.compile(model, backend="eager", offload_parameters=f"disk:{folder}")
-    except StateError as error:
-        assert model(*batch("mlp", 0, 0)).requires_grad, "the model is as it was"
-        return str(error)
-    finally:
-        os.posix_fallocate = reserve
-    return "no error"
-
-
-def test_a_disk_that_is_full_is_an_error_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    for message in ranks.run(2, without_room, str(tmp_path)):
-        assert "on rank 1: has no room for the" in message
-        assert "of parameters of this rank: No space left on device" in message
+@on_ranks(2)
+def test_a_disk_that_is_full_is_an_error_of_all_ranks(rank: int, tmp_path: Path) -> None:
+    model = make("mlp")
+    with full_disk(here=rank == 1), pytest.raises(StateError) as caught:
+        zcompile.compile(model, backend="eager", offload_parameters=f"disk:{tmp_path}")
+    assert model(*batch("mlp", 0, 0)).requires_grad, "the model is as it was"
+    assert "on rank 1: has no room for the" in str(caught.value)
+    assert "of parameters of this rank: No space left on device" in str(caught.value)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.cases import quickly
-from tests.models import batch, make
+from tests.models import batch, make, update
 from tests.ranks import AT_ONCE, Ranks, on_ranks
 from zcompile import StateError
 from zcompile.state import checkpoint
@@ -54,8 +54,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, steps: 
     for step in steps:
         loss = model(*part(kind, step))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(total.item() / dist.get_world_size())
@@ -151,8 +150,7 @@ def droppy_losses(
     for _ in range(steps):
         loss = model(*torch.randint(0, 11, (2, 8), generator=data))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         schedule.step()
         losses.append(loss.item())
     return losses
@@ -211,7 +209,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 @on_ranks(2)
 def test_the_state_of_optimizers(rank: int, tmp_path: Path) -> list[str]:
     """Names of optimizers that do not continue bit for bit in another stage, after steps and before any."""
-    folder = str(tmp_path)
     wrong = []
     models = {stage: compiled(make("mlp"), stage) for stage in (3, 2, 0)}
     start = values(models[3])
@@ -220,12 +217,12 @@ def test_the_state_of_optimizers(rank: int, tmp_path: Path) -> list[str]:
             model, optimizer = models[3], make_optimizer(models[3])
             model.load_full_state_dict(start)
             train(model, optimizer, "mlp", range(steps))
-            model.save_checkpoint(f"{folder}/{name}", optimizer)
+            model.save_checkpoint(f"{tmp_path}/{name}", optimizer)
             want = train(model, optimizer, "mlp", range(steps, steps + 2)), values(model)
             for stage in (0, 2):
                 model, optimizer = models[stage], make_optimizer(models[stage])
                 train(model, optimizer, "mlp", range(5, 6))
-                model.load_checkpoint(f"{folder}/{name}", optimizer)
+                model.load_checkpoint(f"{tmp_path}/{name}", optimizer)
                 got = train(model, optimizer, "mlp", range(steps, steps + 2)), values(model)
                 if got[0] != want[0] or not same(got[1], want[1]):
                     wrong.append(f"{name} after {steps} steps, in stage {stage}")

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.cases import quickly
-from tests.models import batch, fit, make
+from tests.models import batch, fit, make, update
 from tests.ranks import Ranks, on_ranks
 from zcompile.engine import engine
 from zcompile.engine.rewritten import CachedStep
@@ -91,8 +91,7 @@ def trained(
     for step in range(STEPS):
         loss = scalar(compiled(*give(step)))
         loss.backward(retain_graph=True)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         losses.append(loss.detach())
     with compiled.no_sync():
         scalar(compiled(*give(STEPS))).backward()
@@ -588,16 +587,15 @@ def test_the_backend_of_torch_compile_finds_its_steps(one: Callable[..., Any]) -
 def test_ranks_that_find_nothing_train_beside_one_that_does(
     rank: int, kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = str(tmp_path)
 
     def once() -> tuple[list[bool], list[torch.Tensor]]:
         has, _, values = trained(make(kind), lambda step: batch(kind, rank, step), **options)
         return has, values
 
-    with cached(f"{folder}/of_{rank}"):
+    with cached(f"{tmp_path}/of_{rank}"):
         cold = once()
     # A folder each: of two ranks that share one, the later finds what the other has just written.
-    with cached(f"{folder}/of_{rank}" if rank == 0 else f"{folder}/empty_{rank}"):
+    with cached(f"{tmp_path}/of_{rank}" if rank == 0 else f"{tmp_path}/empty_{rank}"):
         torch.distributed.barrier()
         mixed = once()
     assert not any(cold[0])

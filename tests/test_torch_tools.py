@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import zcompile
-from tests.models import batch, make
+from tests.models import batch, make, update
 from tests.ranks import Ranks, on_ranks
 from zcompile.cost.line_calls import lines_of
 from zcompile.torch_internals.autograd import compiled_autograd
@@ -45,8 +45,7 @@ def test_a_profile_names_the_lines_of_the_program(rank: int, stage: int) -> None
 
 def taken(compiled: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
     compiled(*batch("gpt", rank, step)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 @pytest.mark.slow

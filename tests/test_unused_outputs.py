@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.cases import quickly
+from tests.models import update
 from tests.ranks import on_threads
 from tests.threads import Threads
 from zcompile import AgreementError
@@ -82,8 +83,7 @@ def expected(world: int, uses: Uses, steps: int, micro: int) -> tuple[list[dict[
             grads = [grad for grad in found if grad is not None]
             parameter.grad = sum(grads) / world if grads else None  # type: ignore[assignment]
         missing.append({name: p.grad is None for name, p in reference.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return missing, [p.detach() for p in reference.parameters()]
 
 
@@ -108,8 +108,7 @@ def trained(rank: int, stage: int, uses: str, micro: int, way: str) -> tuple[lis
                 with called.no_sync():
                     loss_of(called(given(rank, number)), USES[uses](rank, number)).backward()
         missing.append({name: p.grad is None for name, p in holder.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     shards = backend.shards().values() if backend is not None else holder.parameters()
     return missing, [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in shards]
 

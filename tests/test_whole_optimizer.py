@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
 from tests.cases import quickly
-from tests.models import batch, make
+from tests.models import batch, make, update
 from tests.ranks import Ranks, on_ranks
 from zcompile import OptimizerError, StateError
 
@@ -42,8 +42,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     for step in steps:
         loss = model(*batch("mlp", dist.get_rank(), step))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         losses.append(loss.item())
     return losses
 

@@ -100,7 +100,7 @@ def test_a_write_of_one_rank_is_seen_by_all(ranks: Ranks) -> None:
 @pytest.mark.slow
 @on_ranks(2)
 def test_nothing_is_compared_where_nothing_was_written(rank: int) -> None:
-    """How often copies are compared in two steps and evaluations behind them, and in a train step."""
+    """In two steps and evaluations after them, and in a train step."""
     count = 0
 
     def counted(unit: UnitShards) -> torch.Tensor:

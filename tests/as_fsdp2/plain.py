@@ -12,6 +12,7 @@ from torch import nn
 
 import zcompile
 from tests.compare import full, gradients, parameters
+from tests.models import update
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 Values = dict[str, torch.Tensor | None]
@@ -111,9 +112,7 @@ def beside(
         average(plain)
         found += differing({"loss": full(losses[1])}, {"loss": full(losses[0])}, f"step {step}", tolerance)
         found += differing(gradients(compiled), gradients(plain), f"step {step}, gradient", tolerance)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
         found += differing(parameters(compiled), parameters(plain), f"step {step}, parameter", tolerance)
     return found
 

@@ -16,26 +16,10 @@ import zcompile
 from tests.as_fsdp2.plain import Net, average, differing, full, gradients, mean_square, numbers, pair
 from tests.cases import quickly
 from tests.ranks import on_ranks, on_threads
-from tests.threads import Threads
 
 
 def mesh_of(kind: str) -> torch.distributed.device_mesh.DeviceMesh | None:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if kind == "hybrid" else None
-
-
-def clipped(rank: int, norm_type: float, foreach: bool | None, mesh: str, stage: int) -> list[str]:
-    plain, compiled = pair(Net, mesh=mesh_of(mesh), stage=stage)
-    found, norms = [], []
-    for model in (plain, compiled):
-        mean_square(model, numbers(rank, 0)).backward()
-        if model is plain:
-            average(plain)
-        norm = clip_grad_norm_(model.parameters(), 0.05, norm_type=norm_type, foreach=foreach)
-        norms.append(full(norm))
-    if not torch.allclose(norms[0], norms[1], rtol=1e-5):
-        found.append(f"norms {norms}")
-    assert norms[0] > 0.05, "the case clips"
-    return found + differing(gradients(compiled), gradients(plain), "gradient")
 
 
 CASES = [
@@ -54,11 +38,22 @@ CASES = [
     [(2.0, None, "one", 3)],
     pairs=False,
 )
+@on_threads(lambda mesh: 4 if mesh == "hybrid" else 3)
 def test_gradients_are_clipped_by_the_norm_of_all_ranks(
-    threads: Threads, norm_type: float, foreach: bool | None, mesh: str, stage: int
-) -> None:
-    world = 4 if mesh == "hybrid" else 3
-    assert threads.run(world, clipped, norm_type, foreach, mesh, stage) == [[]] * world
+    rank: int, norm_type: float, foreach: bool | None, mesh: str, stage: int
+) -> list[str]:
+    plain, compiled = pair(Net, mesh=mesh_of(mesh), stage=stage)
+    found, norms = [], []
+    for model in (plain, compiled):
+        mean_square(model, numbers(rank, 0)).backward()
+        if model is plain:
+            average(plain)
+        norm = clip_grad_norm_(model.parameters(), 0.05, norm_type=norm_type, foreach=foreach)
+        norms.append(full(norm))
+    if not torch.allclose(norms[0], norms[1], rtol=1e-5):
+        found.append(f"norms {norms}")
+    assert norms[0] > 0.05, "the case clips"
+    return found + differing(gradients(compiled), gradients(plain), "gradient")
 
 
 @pytest.mark.slow

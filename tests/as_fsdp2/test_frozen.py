@@ -23,6 +23,7 @@ from tests.as_fsdp2.plain import (
     three,
 )
 from tests.cases import quickly
+from tests.models import update
 from tests.ranks import on_threads
 from tests.threads import Threads
 
@@ -92,9 +93,7 @@ def test_parameters_may_be_frozen_and_freed_between_steps(rank: int, stage: int)
             mean_square(model, numbers(rank, step)).backward()
         average(plain)
         found += differing(gradients(compiled), gradients(plain), f"step {step}, gradient")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
         found += differing(parameters(compiled), parameters(plain), f"step {step}, parameter")
     return found
 

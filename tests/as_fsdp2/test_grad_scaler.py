@@ -10,10 +10,16 @@ from torch.nn.utils import clip_grad_norm_
 
 from tests.as_fsdp2.plain import Net, adam, average, differing, mean_square, numbers, pair, parameters
 from tests.cases import quickly
-from tests.threads import Threads
+from tests.ranks import on_threads
+
+CASES = [(stage, hybrid, clips) for stage in (3, 2, 1, 0) for hybrid in (False, True) for clips in (False, True)]
 
 
-def scaled(rank: int, stage: int, hybrid: bool, clips: bool) -> list[str]:
+@quickly("stage, hybrid, clips", CASES, [(0, False, False)], pairs=False)
+@on_threads(lambda hybrid: 4 if hybrid else 3)
+def test_steps_are_skipped_and_scales_set_as_for_a_plain_model(
+    rank: int, stage: int, hybrid: bool, clips: bool
+) -> list[str]:
     """The second of five steps overflows on the last rank, and the third on the first."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
     plain, compiled = pair(Net, stage=stage, mesh=mesh)
@@ -41,14 +47,3 @@ def scaled(rank: int, stage: int, hybrid: bool, clips: bool) -> list[str]:
         found += differing(parameters(compiled), parameters(plain), f"step {step}")
     assert scales == [8.0, 4.0, 2.0, 2.0, 4.0]
     return found
-
-
-CASES = [(stage, hybrid, clips) for stage in (3, 2, 1, 0) for hybrid in (False, True) for clips in (False, True)]
-
-
-@quickly("stage, hybrid, clips", CASES, [(0, False, False)], pairs=False)
-def test_steps_are_skipped_and_scales_set_as_for_a_plain_model(
-    threads: Threads, stage: int, hybrid: bool, clips: bool
-) -> None:
-    world = 4 if hybrid else 3
-    assert threads.run(world, scaled, stage, hybrid, clips) == [[]] * world

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zcompile
 from tests.as_fsdp2.plain import Net, adam, differing, gradients, mean_square, numbers, parameters
 from tests.cases import quickly
+from tests.models import update
 from tests.ranks import on_ranks, on_threads
 
 IGNORED = ("first.weight", "blocks.1.up.weight", "blocks.1.up.bias")
@@ -50,9 +51,7 @@ def test_ignored_parameters_are_left_alone_as_by_ddp(rank: int, stage: int, opti
         for one in (ddp, compiled):
             mean_square(one, numbers(rank, step)).backward()
         found += differing(gradients(compiled), gradients(ddp.module), f"step {step}, gradient")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
         found += differing(parameters(compiled), parameters(ddp.module), f"step {step}, parameter")
     return found
 
@@ -72,8 +71,6 @@ def test_shards_and_ignored_parameters_may_be_in_one_optimizer(rank: int) -> lis
             if not name.startswith("blocks.0"):
                 dist.all_reduce(param.grad)
                 param.grad /= dist.get_world_size()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
         found += differing(parameters(compiled), parameters(plain), f"step {step}")
     return found

@@ -28,7 +28,7 @@ from tests.as_fsdp2.plain import (
 )
 from tests.cases import quickly
 from tests.ranks import Ranks, on_ranks, on_threads
-from tests.threads import Threads
+from tests.refusals import typed_error_of
 from zcompile import ModelError, OptionError, ParameterError
 
 # -- shards -----------------------------------------------------------------------------------------------------------
@@ -63,7 +63,9 @@ def test_a_mesh_of_two_dimensions_repeats_shards_along_the_first(rank: int) -> l
     return found
 
 
-def values(rank: int, hybrid: bool) -> list[str]:
+@quickly("hybrid", [False, True], [False])
+@on_threads(lambda hybrid: 4 if hybrid else 3)
+def test_all_ranks_start_from_the_first_ranks_values(rank: int, hybrid: bool) -> list[str]:
     """Ranks that built other values have the first rank's, of parameters and buffers."""
     torch.manual_seed(0)
     want = nn.Sequential(Block(), nn.BatchNorm1d(7))
@@ -75,12 +77,6 @@ def values(rank: int, hybrid: bool) -> list[str]:
     compiled = zcompile.compile(model, mesh=mesh, backend="eager")
     found = differing(parameters(compiled), parameters(want), "value")
     return found + differing(dict(compiled.named_buffers()), dict(want.named_buffers()), "buffer", 0)
-
-
-@quickly("hybrid", [False, True], [False])
-def test_all_ranks_start_from_the_first_ranks_values(threads: Threads, hybrid: bool) -> None:
-    world = 4 if hybrid else 3
-    assert threads.run(world, values, hybrid) == [[]] * world
 
 
 @pytest.mark.slow
@@ -214,11 +210,7 @@ def test_a_model_is_divided_once(part: str) -> None:
 
 def wrong_mesh(rank: int, shape: tuple[int, ...], names: tuple[str, ...]) -> str:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    try:
-        zcompile.compile(Net(), mesh=mesh, backend="eager")
-    except zcompile.ZcompileError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return typed_error_of(lambda: zcompile.compile(Net(), mesh=mesh, backend="eager"))
 
 
 def test_meshes_that_say_no_shape_of_data_parallelism_are_refused(ranks: Ranks) -> None:

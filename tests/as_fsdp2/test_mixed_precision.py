@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zcompile
 from tests.as_fsdp2.plain import Block, Net, differing, full, numbers, parameters
 from tests.cases import quickly
+from tests.models import update
 from tests.ranks import on_threads
 from tests.threads import Threads
 
@@ -74,9 +75,7 @@ def kept(rank: int, stage: int, breaks: bool, backend: str = "eager") -> list[st
         ours = {name: full(param.grad) for name, param in compiled.named_parameters()}
         theirs = {name: param.grad for name, param in master.named_parameters()}
         found += differing(ours, theirs, f"step {step}, gradient", tolerance)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
     for again in (compiled, copy.deepcopy(compiled)):
         scores, weights = again[0].router(x.bfloat16(), options={"temperature": x.mean()})
         with again.unsharded():
@@ -169,9 +168,7 @@ def test_numbers_are_those_of_cast_parameters_and_averages_in_the_dtype_of_the_r
         theirs = {name: param.grad for name, param in master.named_parameters()}
         assert all(grad.dtype == torch.float32 for grad in ours.values())
         found += differing(ours, theirs, f"step {step}, gradient", 0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
         found += differing(parameters(compiled), parameters(master), f"step {step}, parameter", 0)
         found += differing(dict(compiled.named_buffers()), dict(master.named_buffers()), f"step {step}, buffer", 0)
     return found

@@ -35,6 +35,7 @@ from tests.as_fsdp2.plain import (
     three,
 )
 from tests.cases import quickly
+from tests.models import update
 from tests.ranks import Ranks, on_ranks
 
 
@@ -60,8 +61,7 @@ class Stateful(nn.Module):
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
     mean_square(model, x).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 @on_ranks(3)
@@ -119,7 +119,6 @@ WAYS = {way.__name__: way for way in (by_shards, by_whole_tensors, by_checkpoint
 @on_ranks(2)
 def test_what_is_saved_loads_and_trains_on_bit_for_bit(rank: int, tmp_path: Path, way: str) -> list[str]:
     """What one model saves another one loads; then both train on alike."""
-    folder = str(tmp_path / "saved")
     _, compiled = pair(Stateful)
     optimizer = adam(compiled)
     for number in range(2):
@@ -128,7 +127,7 @@ def test_what_is_saved_loads_and_trains_on_bit_for_bit(rank: int, tmp_path: Path
     other = zcompile.compile(Stateful(), backend="eager")
     theirs = adam(other)
     assert not torch.equal(full(other.scale), full(compiled.scale))
-    WAYS[way](compiled, optimizer, other, theirs, folder)
+    WAYS[way](compiled, optimizer, other, theirs, str(tmp_path / "saved"))
     found = differing(parameters(other), parameters(compiled), "loaded", 0)
     found += differing(dict(other.named_buffers()), dict(compiled.named_buffers()), "buffer", 0)
     found += [n for n, p in other.named_parameters() if p.requires_grad != compiled.get_parameter(n).requires_grad]

@@ -31,6 +31,7 @@ from tests.as_fsdp2.plain import (
     three,
 )
 from tests.cases import quickly
+from tests.models import update
 from tests.ranks import on_ranks, on_threads
 from tests.threads import Threads
 
@@ -331,9 +332,7 @@ def test_a_mesh_of_data_and_tensor_parallelism_trains_as_the_plain_model(rank: i
             mean_square(one, x).backward()
         average(plain, group)
         found += differing(gradients(compiled), gradients(plain), f"step {step}, gradient")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
     return found + differing(parameters(compiled), parameters(plain), "parameter")
 
 
