@@ -259,33 +259,38 @@ def test_a_release_of_what_is_no_full_parameter() -> None:
     )
 
 
-def test_a_region_that_reads_a_gather_without_waiting() -> None:
-    program = right().copy()
-    program.node("ya").replace_input_with(program.node("a_full"), program.node("a_gather"))
-    assert refusal(program) == (
-        "after it: full parameters gathered and waited for before use: "
-        "region_0 of a reads a without waiting for a_gather",
+GIVEN_ANOTHER = {
+    "a region reads a gather without waiting": (
+        ("ya", "a_full", "a_gather"),
+        "full parameters gathered and waited for before use: region_0 of a reads a without waiting for a_gather",
         "ya = region_0(a_gather, x)",
-    )
-
-
-def test_a_region_that_reads_shards() -> None:
-    program = right().copy()
-    program.node("ya").replace_input_with(program.node("a_full"), program.node("a"))
-    assert refusal(program) == (
-        "after it: full parameters gathered and waited for before use: region_0 of a reads a before it is gathered",
+    ),
+    "a region reads shards": (
+        ("ya", "a_full", "a"),
+        "full parameters gathered and waited for before use: region_0 of a reads a before it is gathered",
         "ya = region_0(a, x)",
-    )
-
-
-def test_a_gather_of_another_units_shards() -> None:
-    program = right().copy()
-    program.node("a_gather").replace_input_with(program.node("a"), program.node("b"))
-    assert refusal(program) == (
-        "after it: values as they were traced: result yc is not what was traced: region_0 of a computes "
+    ),
+    "a gather is of another unit's shards": (
+        ("a_gather", "a", "b"),
+        "values as they were traced: result yc is not what was traced: region_0 of a computes "
         "mm(x, b.weight), with b.weight in place of a.weight (traced in a)",
         "ya = region_0(a_full, x)",
-    )
+    ),
+    "a region is given another unit's full parameters": (
+        ("yb", "b_full", "c_full"),
+        "values defined before use, operations written as meant: region_0 of b uses c_full before it is there",
+        "yb = region_0(c_full, ya)",
+    ),
+}
+"""A line, its argument, and what is in place of that."""
+
+
+@pytest.mark.parametrize("mistake", GIVEN_ANOTHER)
+def test_a_line_that_is_given_another_value(mistake: str) -> None:
+    (line, argument, other), problem, marked = GIVEN_ANOTHER[mistake]
+    program = right().copy()
+    program.node(line).replace_input_with(program.node(argument), program.node(other))
+    assert refusal(program) == (f"after it: {problem}", marked)
 
 
 def test_a_gather_of_another_unit_altogether() -> None:
@@ -298,15 +303,6 @@ def test_a_gather_of_another_unit_altogether() -> None:
         ProgramError, match=r"region_0 of a computes mm\(x, b\.weight\), with b\.weight in place of a\.weight"
     ):
         zcompile.verify(program, [VALUES[3]], "after it")
-
-
-def test_a_region_given_another_units_full_parameters() -> None:
-    program = right().copy()
-    program.node("yb").replace_input_with(program.node("b_full"), program.node("c_full"))
-    assert refusal(program) == (
-        "after it: values defined before use, operations written as meant: region_0 of b uses c_full before it is there",
-        "yb = region_0(c_full, ya)",
-    )
 
 
 def test_more_units_full_than_the_prefetch_allows() -> None:
@@ -506,9 +502,6 @@ def test_compute_outside_a_region() -> None:
     assert line == "y = aten.sin.default(x)"
 
 
-# -- the runner -------------------------------------------------------------------------------------------------------
-
-
 # -- train steps ------------------------------------------------------------------------------------------------------
 
 
@@ -528,10 +521,17 @@ def test_a_gradient_that_is_not_used() -> None:
     assert update_refusal(program) == "b_grads is returned, or used, 0 times; want once"
 
 
-def test_a_gradient_that_is_used_for_another_unit() -> None:
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("b_update", "b_update updates b, but is given a and b_grads"),
+        ("b_ahead", "b_ahead gathers b, but is given a"),
+    ],
+)
+def test_an_update_or_a_gather_ahead_of_another_units_shards(line: str, problem: str) -> None:
     program = train_step().copy()
-    program.node("b_update").update_arg(0, program.node("a"))
-    assert update_refusal(program) == "b_update updates b, but is given a and b_grads"
+    program.node(line).update_arg(0, program.node("a"))
+    assert update_refusal(program) == problem
 
 
 def test_an_update_before_a_read() -> None:
@@ -561,12 +561,6 @@ def test_a_gather_ahead_that_no_forward_takes() -> None:
     ahead = program.node("b_ahead")
     set_data(ahead, replace(data(ahead), op=GatherAhead("b", keep=True)))
     assert update_refusal(program) == "b_ahead gathers b as no forward does"
-
-
-def test_a_gather_ahead_of_another_units_shards() -> None:
-    program = train_step().copy()
-    program.node("b_ahead").update_arg(0, program.node("a"))
-    assert update_refusal(program) == "b_ahead gathers b, but is given a"
 
 
 def test_the_runner_names_the_pass_that_broke_an_earlier_fact() -> None:
