@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import re
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 
 import zcompile
 from zcompile import errors
+from zcompile.schedule.options import names_of
 from zcompile.tools.migration import migrated
 
 ROOT = Path(__file__).parent.parent
@@ -124,7 +124,9 @@ def test_the_converted_config_is_as_it_is_printed(tmp_path: Path) -> None:
 
 
 def test_options_and_methods_that_are_named_exist() -> None:
-    parameters = {*inspect.signature(zcompile.compile).parameters, *inspect.signature(zcompile.train_step).parameters}
+    parameters = names_of(zcompile.compile, zcompile.CompileOptions) | names_of(
+        zcompile.train_step, zcompile.CompileOptions
+    )
     code = " ".join(re.findall(r"`([^`]*)`", MIGRATION))
     after = re.findall(r"^\| .*? \| (.*) \|$", MIGRATION, re.MULTILINE)
     named = {

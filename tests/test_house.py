@@ -70,27 +70,27 @@ ROOMS = {
 
 
 LINES = {
-    "zcompile": 1_800,
+    "zcompile": 1_750,
     "zcompile/cost": 2_690,
-    "zcompile/engine": 4_900,
-    "zcompile/facts": 820,
-    "zcompile/frontend": 1_410,
-    "zcompile/integrations": 670,
-    "zcompile/ir": 4_460,
+    "zcompile/engine": 4_840,
+    "zcompile/facts": 790,
+    "zcompile/frontend": 1_420,
+    "zcompile/integrations": 660,
+    "zcompile/ir": 4_440,
     "zcompile/model": 1_570,
-    "zcompile/pipelining": 2_190,
-    "zcompile/proof": 4_320,
-    "zcompile/recording": 810,
-    "zcompile/report": 1_540,
-    "zcompile/schedule": 1_440,
+    "zcompile/pipelining": 2_130,
+    "zcompile/proof": 4_300,
+    "zcompile/recording": 820,
+    "zcompile/report": 1_550,
+    "zcompile/schedule": 1_490,
     "zcompile/state": 1_660,
-    "zcompile/tools": 4_630,
+    "zcompile/tools": 4_650,
     "zcompile/torch_internals": 1_370,
-    "passes": 4_180,
-    "runtime": 8_560,
+    "passes": 4_160,
+    "runtime": 8_550,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 49_880
+MOST_LINES = 48_730
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_330,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import sys
 from dataclasses import fields
@@ -19,7 +18,7 @@ from typer.testing import CliRunner
 import zcompile
 from tests.cases import quickly
 from zcompile import OptionError, SubjectError
-from zcompile.schedule.options import Options
+from zcompile.schedule.options import Options, names_of
 from zcompile.tools import command_line
 from zcompile.tools.migration import migrated
 
@@ -247,7 +246,7 @@ def options_in(text: str) -> dict[str, Any]:
         if line.startswith("mesh = "):
             exec(line, names)
     found = {str(one.arg): eval(ast.unparse(one.value), names) for one in call.keywords}
-    known = {*inspect.signature(zcompile.compile).parameters, *inspect.signature(zcompile.train_step).parameters}
+    known = names_of(zcompile.compile, zcompile.CompileOptions) | names_of(zcompile.train_step, zcompile.CompileOptions)
     assert found.keys() <= known
     Options(**{name: value for name, value in found.items() if name in {field.name for field in fields(Options)}})
     return found

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zcompile
-from zcompile.schedule.options import Options
+from zcompile.schedule.options import Options, names_of
 from zcompile.tools import command_line
 from zcompile.tools.arguments import checkpoint_of, dtype_of
 
@@ -45,17 +48,40 @@ def defaults_of(function: Any) -> dict[str, tuple[Any, Any]]:
     return {name: (one.annotation, one.default) for name, one in inspect.signature(function).parameters.items()}
 
 
-@pytest.mark.parametrize(("function", "left_out"), [(zcompile.compile, set()), (zcompile.backend, NOT_OF_A_BACKEND)])
-def test_signatures_have_every_option_with_its_default(function: Any, left_out: set[str]) -> None:
-    given = defaults_of(function)
-    assert FIELDS.keys() - given.keys() == left_out
+@pytest.mark.parametrize(
+    ("function", "kind", "left_out"),
+    [
+        (zcompile.compile, zcompile.CompileOptions, set()),
+        (zcompile.backend, zcompile.BackendOptions, NOT_OF_A_BACKEND),
+    ],
+)
+def test_functions_have_every_option_with_its_type_and_default(function: Any, kind: Any, left_out: set[str]) -> None:
+    given, by_name = defaults_of(function), kind.__annotations__
+    assert given["options"][0] == f"Unpack[{kind.__name__}]"
+    assert not given.keys() & by_name.keys()
+    assert FIELDS.keys() - given.keys() - by_name.keys() == left_out
     for name in FIELDS.keys() & given.keys():
         assert given[name] == (FIELDS[name].type, FIELDS[name].default), name
+    for name in FIELDS.keys() & by_name.keys():
+        assert by_name[name].__forward_arg__ == FIELDS[name].type, name
 
 
 def test_every_option_of_compile_is_one_or_says_what_to_compile() -> None:
-    about = {"model", "optimizer", "mesh", "units", "whole", "ignore", "keep_dtype", "weights", "output_dtype"}
-    assert defaults_of(zcompile.compile).keys() - FIELDS.keys() == about
+    about = {"optimizer", "mesh", "units", "whole", "ignore", "keep_dtype", "weights", "output_dtype"}
+    assert names_of(zcompile.compile, zcompile.CompileOptions) - FIELDS.keys() == about
+
+
+def test_every_option_is_documented_once() -> None:
+    documented = re.findall(r"^        (\w+): ", zcompile.compile.__doc__ or "", re.MULTILINE)
+    assert sorted(documented) == sorted([*names_of(zcompile.compile, zcompile.CompileOptions), "model", "options"])
+
+
+@pytest.mark.parametrize("function", [partial(zcompile.compile, nn.Linear(2, 2)), zcompile.backend])
+def test_an_option_that_is_none_is_refused_with_the_nearest(function: Any) -> None:
+    with pytest.raises(zcompile.OptionError, match=r"prefecth: is no option of zcompile.*\n.*did you mean 'prefetch'"):
+        function(prefecth=1)
+    with pytest.raises(zcompile.OptionError, match=r"arena: is no option of zcompile.*\n.*did you mean 'arenas'"):
+        function(arena=True)
 
 
 def test_a_train_step_hands_options_on() -> None:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from zcompile.proof.terms import Rule
     from zcompile.proof.values import computes
     from zcompile.schedule.default_pipeline import pipeline
+    from zcompile.schedule.options import BackendOptions, CompileOptions
     from zcompile.schedule.pipeline import Pass, Pipeline
     from zcompile.tools.mesh_planner import plan_meshes
     from zcompile.tools.planner import plan
@@ -59,8 +60,10 @@ __version__ = version("zcompile")
 __all__ = [
     "AgreementError",
     "Backend",
+    "BackendOptions",
     "BackwardError",
     "CaptureError",
+    "CompileOptions",
     "CompiledModule",
     "Fact",
     "Forecast",
@@ -126,6 +129,7 @@ _HOMES = {
     "zcompile.proof.terms": "Rule",
     "zcompile.proof.values": "computes",
     "zcompile.schedule.default_pipeline": "pipeline",
+    "zcompile.schedule.options": "BackendOptions CompileOptions",
     "zcompile.schedule.pipeline": "Pass Pipeline",
     "zcompile.tools.mesh_planner": "plan_meshes",
     "zcompile.tools.planner": "plan",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Unpack
 
 import torch
 from torch import nn
@@ -22,13 +21,11 @@ from zcompile.errors import OptionError, briefly
 from zcompile.model.conversion import compute_in_own_dtype
 from zcompile.model.materialise import check_weights
 from zcompile.model.sharding import shard_model
-from zcompile.model.units import UnitChoice
 from zcompile.model.weights import Source, Weights, open_weights
 from zcompile.runtime.agreement import Agreement, propagate_failure
 from zcompile.runtime.groups import ranks_of
 from zcompile.schedule.option_checks import check_dtype
-from zcompile.schedule.options import Options
-from zcompile.schedule.pipeline import Pass, Pipeline
+from zcompile.schedule.options import CompileOptions, Options, check_known, names_of
 
 
 @briefly
@@ -39,29 +36,10 @@ def compile(
     stage: int = 3,
     prefetch: int | Literal["auto"] = 2,
     mesh: DeviceMesh | None = None,
-    shard: str | None = None,
-    units: UnitChoice | None = None,
-    whole: Sequence[str] | None = None,
-    ignore: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
-    keep_dtype: Sequence[str] | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    output_dtype: torch.dtype | None = None,
-    outer_dtype: torch.dtype | None = None,
-    outer_gather_dtype: torch.dtype | None = None,
     checkpoint: str | int | float | None = None,
-    memory_limit: int | str | None = None,
-    bucket: int | str | None = None,
-    arenas: bool = False,
-    offload_activations: str | None = None,
-    partition_activations: bool = False,
-    offload_parameters: str | None = None,
-    cuda_graphs: bool = False,
-    passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
-    dump: str | os.PathLike[str] | None = None,
-    record: str | os.PathLike[str] | None = None,
-    weights: Source | None = None,
+    **options: Unpack[CompileOptions],
 ) -> CompiledModule:
     """Shard `model` by ZeRO, with rank 0's values, into a module that runs its training step as a program. Collective.
 
@@ -71,40 +49,47 @@ def compile(
         stage: What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
         prefetch: How many units are gathered ahead of the one that computes; "auto": by the cost model, once measured.
         mesh: The data-parallel `DeviceMesh`, by default all ranks; of two dimensions, "replicate" repeats the shards.
-        shard: What its two dimensions divide: "hsdp" (default), "hfsdp", "hpz", "flat" (docs/stages.md), or "auto".
+        dtype: In which parameters are gathered and computed with, under `torch.autocast`; shards keep the model's.
+        checkpoint: What is computed again: "unit", all but units' inputs; "2 GiB", 0.6 of a peak, "auto": what must be.
+        backend: `"inductor"` compiles regions; `"eager"` runs them as they are, bit for bit like eager PyTorch.
+        options: More of them by name, which `zcompile.CompileOptions` lists by subject.
+
+    Keyword Args:
+        shard: What two dimensions of the mesh divide: "hsdp" (default), "hfsdp", "hpz", "flat" (docs/stages.md), or
+            "auto".
         units: Module paths (shell wildcards) whose parameters are gathered together, or a function of a path and its
             module that is true for them; by default the repeated blocks.
         whole: Parameters (shell wildcards) that one rank each keeps whole, for Muon, Shampoo or SOAP; stages 1 to 3.
         ignore: Parameters (shell wildcards) that stay as they are on each rank, values and gradients: left to the user.
-        dtype: In which parameters are gathered and computed with, under `torch.autocast`; shards keep the model's.
+        weights: Values to start from, by name: a mapping, or the path of a file or folder; read unit by unit.
         keep_dtype: Modules (shell wildcards) that compute in their parameters' dtype, arguments cast, autocast off.
         reduce_dtype: In which gradients are averaged; by default float32 where `dtype` is given.
         output_dtype: What results of a call of 16 or 32 bits are cast to; by default they are as the model gives them.
         outer_dtype: bfloat16 or int8, in which averages travel along a mesh's "replicate"; changes numbers.
         outer_gather_dtype: The same for shards that "hfsdp" and "hpz" gather along it.
-        checkpoint: What is computed again: "unit", all but units' inputs; "2 GiB", 0.6 of a peak, "auto": what must be.
         memory_limit: Bytes, or "2 GiB", beside shards and optimizer state: stage 3 keeps as many units full as fit.
         bucket: Bytes, or "25 MiB", of what is copied at a time to be sent; by default the cost model decides.
         arenas: Keep memory from step to step for what is gathered, copied to be sent or saved as a checkpoint.
+        cuda_graphs: Capture the compute between communications as CUDA graphs, over parameters at fixed places.
         offload_activations: Where what is saved for the backward waits: "cpu", for a GPU, or "disk:FOLDER", for a CPU.
         partition_activations: Of what all ranks of a tensor-parallel mesh save for the backward, keep a part on each.
         offload_parameters: Where shards are: "cpu", pinned memory, for a GPU; "disk:FOLDER", a file there, for a CPU.
-        cuda_graphs: Capture the compute between communications as CUDA graphs, over parameters at fixed places.
         passes: A whole `Pipeline`, or changes to the default one by name: a `Pass` replaces or adds, None leaves out.
-        backend: `"inductor"` compiles regions; `"eager"` runs them as they are, bit for bit like eager PyTorch.
         dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.
         record: A folder for a recording of the first training step, which `zcompile replay` runs again.
-        weights: Values to start from, by name: a mapping, or the path of a file or folder; read unit by unit.
 
     Raises: OptionError, PipelineError, ModelError, OptimizerError, GroupError or AgreementError, for what does not fit.
     """
-    given, parts = locals(), Parts(units, whole, ignore, keep_dtype)
-    check_dtype("output_dtype", output_dtype)
+    given = {**locals(), **options}
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
     with propagate_failure(lambda: ranks_of(mesh)):
+        check_known(options, names_of(compile, CompileOptions), "zcompile.compile")
+        output_dtype = options.get("output_dtype")
+        check_dtype("output_dtype", output_dtype)
         check_optimizers(optimizers, model)
+        parts = Parts(options.get("units"), options.get("whole"), options.get("ignore"), options.get("keep_dtype"))
         plan = ShardingPlan(model, Options.among(given), mesh, parts)
-    return _compiled(plan, optimizers, weights, output_dtype)
+    return _compiled(plan, optimizers, options.get("weights"), output_dtype)
 
 
 def _compiled(

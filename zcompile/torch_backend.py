@@ -9,12 +9,10 @@ and an optimizer over them is pointed at the shards when it first steps.
 
 from __future__ import annotations
 
-import inspect
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
@@ -51,8 +49,7 @@ from zcompile.runtime.groups import (
 )
 from zcompile.runtime.shards import UnitShards
 from zcompile.schedule.option_checks import AUTO, check_dimensions
-from zcompile.schedule.options import Options
-from zcompile.schedule.pipeline import Pass, Pipeline
+from zcompile.schedule.options import BackendOptions, ModuleOptions, Options, check_known, names_of
 from zcompile.torch_internals.aot_autograd import path_of_input
 from zcompile.torch_internals.dispatch import no_torch_function
 from zcompile.torch_internals.dynamo import (
@@ -391,21 +388,10 @@ def backend(
     stage: int = 3,
     prefetch: int | Literal["auto"] = 2,
     mesh: DeviceMesh | None = None,
-    shard: str | None = None,
     dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    outer_dtype: torch.dtype | None = None,
-    outer_gather_dtype: torch.dtype | None = None,
     checkpoint: str | int | float | None = None,
-    memory_limit: int | str | None = None,
-    bucket: int | str | None = None,
-    arenas: bool = False,
-    offload_activations: str | None = None,
-    cuda_graphs: bool = False,
-    passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
-    dump: str | os.PathLike[str] | None = None,
-    record: str | os.PathLike[str] | None = None,
+    **options: Unpack[BackendOptions],
 ) -> Backend:
     """A backend for `torch.compile(model, backend=zcompile.backend(stage=3))`; arguments as of `zcompile.compile`.
 
@@ -419,16 +405,15 @@ def backend(
         PipelineError: a pass that is unknown, missing or out of place.
         GroupError: a mesh of several dimensions, or one that leaves ranks out.
     """
-    asked = Options.among(locals())
+    given = {**locals(), **options}
+    check_known(options, _NAMES, "zcompile.backend")
+    asked = Options.among(given)
     if mesh is not None:
         check_mesh(mesh)
     return Backend(asked, mesh)
 
 
-_OF_MODULES = (
-    "optimizer units whole ignore keep_dtype output_dtype partition_activations offload_parameters weights".split()  # noqa: SIM905
-)
-"""Options of `zcompile.compile` that a backend, which is given graphs, does not have."""
+_NAMES = names_of(backend, BackendOptions)
 
 
 def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Any:
@@ -437,14 +422,13 @@ def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[
     Raises:
         OptionError: an option that `zcompile.backend` does not have.
     """
-    known = tuple(inspect.signature(backend).parameters)
     for option in options or {}:
-        if option in known:
+        if option in _NAMES:
             continue
-        if option in _OF_MODULES:
+        if option in ("optimizer", *ModuleOptions.__annotations__):
             fix = "call zcompile.compile(model, ...) with it in place of torch.compile"
             raise OptionError(f"options[{option!r}]", "is an option of zcompile.compile alone, which sees modules", fix)
-        raise OptionError(f"options[{option!r}]", "there is no such option", nearest(option, known))
+        raise OptionError(f"options[{option!r}]", "there is no such option", nearest(option, _NAMES))
     return _backend_of(inputs, options or {})(module, inputs)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,16 +13,13 @@ from torch.optim.optimizer import Optimizer
 
 from zcompile.compile_model import compile
 from zcompile.compiled import CompiledModule, compiled_of, options_of
-from zcompile.errors import OptionError, nearest
-from zcompile.schedule.options import Options
-
-_OPTIONS = frozenset(inspect.signature(compile).parameters) - {"model", "optimizer"}
+from zcompile.errors import OptionError
+from zcompile.schedule.options import CompileOptions, Options, check_known, names_of
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise OptionError for what `zcompile.compile` does not take."""
-    if unknown := [name for name in options if name not in _OPTIONS]:
-        raise OptionError(unknown[0], "is no option of zcompile.compile", nearest(unknown[0], _OPTIONS))
+    """Raise OptionError for what `zcompile.compile` does not take, or an integration gives it by itself."""
+    check_known(options, names_of(compile, CompileOptions) - {"optimizer"}, "zcompile.compile")
 
 
 def sharded(model: nn.Module, optimizers: Iterable[Optimizer], options: Mapping[str, Any]) -> CompiledModule:

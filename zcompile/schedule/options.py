@@ -1,17 +1,19 @@
-"""The options that `zcompile.compile` and `zcompile.backend` share, as one value."""
+"""Options: as keywords that `zcompile.compile` and `zcompile.backend` take, by subject, and as one value."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 
-from zcompile.errors import OptionError
+from zcompile.errors import OptionError, nearest
 from zcompile.ir.layout import STAGES, Hybrid
-from zcompile.model.units import Precision
+from zcompile.model.units import Precision, UnitChoice
+from zcompile.model.weights import Source
 from zcompile.schedule.default_pipeline import UPDATES, Schedule, pipeline
 from zcompile.schedule.option_checks import (
     AUTO,
@@ -31,6 +33,67 @@ from zcompile.schedule.pipeline import Pass, Pipeline, Trait
 _UPDATING = frozenset(step.name for step in UPDATES)
 _OWN = "a rank's own"
 _PLACE = "each rank may have another disk"
+
+
+class PrecisionOptions(TypedDict, total=False):
+    """Dtypes, other than the `dtype` that is computed in."""
+
+    reduce_dtype: torch.dtype | None
+    outer_dtype: torch.dtype | None
+    outer_gather_dtype: torch.dtype | None
+
+
+class MemoryOptions(TypedDict, total=False):
+    """What memory may be used, and where values are kept that do not fit."""
+
+    memory_limit: int | str | None
+    bucket: int | str | None
+    arenas: bool
+    offload_activations: str | None
+    cuda_graphs: bool
+
+
+class InspectionOptions(TypedDict, total=False):
+    """The passes, and what is written of their programs and of runs."""
+
+    passes: Pipeline | Mapping[str, Pass | None] | None
+    dump: str | os.PathLike[str] | None
+    record: str | os.PathLike[str] | None
+
+
+class BackendOptions(PrecisionOptions, MemoryOptions, InspectionOptions, total=False):
+    """What `zcompile.backend` takes by name."""
+
+    shard: str | None
+
+
+class ModuleOptions(TypedDict, total=False):
+    """What needs the module itself, which a backend, that is given graphs, does not see."""
+
+    units: UnitChoice | None
+    whole: Sequence[str] | None
+    ignore: Sequence[str] | None
+    keep_dtype: Sequence[str] | None
+    output_dtype: torch.dtype | None
+    partition_activations: bool
+    offload_parameters: str | None
+    weights: Source | None
+
+
+class CompileOptions(BackendOptions, ModuleOptions, total=False):
+    """What `zcompile.compile` takes by name."""
+
+
+def names_of(function: Callable[..., Any], kind: type) -> frozenset[str]:
+    """The options of a function: its keywords, and those of `kind` that it takes by name."""
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset({one.name for one in parameters if one.kind is one.KEYWORD_ONLY} | kind.__annotations__.keys())
+
+
+def check_known(options: Iterable[str], known: Collection[str], function: str) -> None:
+    """Raise OptionError for the name of an option that `function` does not have."""
+    if unknown := [name for name in options if name not in known]:
+        raise OptionError(unknown[0], f"is no option of {function}", nearest(unknown[0], known))
 
 
 @dataclass(frozen=True)
