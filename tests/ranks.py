@@ -69,6 +69,8 @@ class Ranks:
             # A rank that still joins, and is killed with the others, may put the store into a folder that is going.
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 job = (function.__module__, function.__qualname__, args, world, str(Path(folder) / "store"), group)
+                for worker in workers:
+                    worker.wait_until_ready(timeout)
                 for rank, worker in enumerate(workers):
                     worker.connection.send((rank, *job))
                 end = time.monotonic() + timeout
@@ -149,7 +151,16 @@ class Worker:
         self.process = context.Process(target=_work, args=(theirs, size, on, rank, self.log.name), daemon=True)
         self.process.start()
         theirs.close()
-        self.has_ended = False
+        self.has_ended = self.is_ready = False
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Return once it has loaded what it needs: on a busy machine ranks differ by more than their groups wait.
+
+        Raises:
+            EOFError: it has ended.
+        """
+        if not self.is_ready and self.connection.poll(seconds):
+            self.is_ready = self.connection.recv()
 
     def answer(self, end: float) -> tuple[bool, Any]:
         """Whether the job went well, and what it gave or how it failed, once it has ended, or at the time `end`."""
@@ -196,6 +207,7 @@ def _work(connection: Connection, size: int, on: Device, number: int, log: str) 
     install_importhook(get_config())  # asserts on ranks say what they have found, as in tests
     garbage = Collector()
     gc.disable()
+    connection.send(True)
     while True:
         try:
             rank, module, name, args, world, store, group = connection.recv()
