@@ -102,7 +102,7 @@ def pack(
     """
     given = [grad for grad in grads if grad is not None]
     first = given[0]
-    if len(given) == 1 and params[0].padded_numel == params[0].numel and dtype in (None, first.dtype):
+    if len(params) == 1 and params[0].padded_numel == params[0].numel and dtype in (None, first.dtype):
         return first.reshape(-1).contiguous()
     total = sum([param.shard_numel for param in params])
     packed = places.empty(size * total, dtype or first.dtype).view(size, total)
