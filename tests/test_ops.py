@@ -60,6 +60,10 @@ def test_every_row_says_what_it_does() -> None:
     assert all(row.takes is not None for row in LINES)
 
 
+def test_what_may_be_left_out_gives_nothing() -> None:
+    assert not [row for row in ROWS if row.inert and row.gives]
+
+
 @pytest.mark.parametrize(
     ("function", "given", "keywords", "meant"),
     [

@@ -81,6 +81,8 @@ class Operation:
     """For each argument of its lines the kinds of operations that may give it; None for what is checked elsewhere."""
     gives: ClassVar[bool] = True
     """False if the result of its lines has no name."""
+    inert: ClassVar[bool] = False
+    """True if a program computes the same without its lines."""
 
     @property
     def function(self) -> str:

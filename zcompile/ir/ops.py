@@ -370,6 +370,7 @@ class GatherAhead(Gathering):
     functions = ("gather_ahead",)
     takes = ((Shards,),)
     gives = False
+    inert = True
     head = Communication.head
     copied = Communication.copied
 
@@ -521,6 +522,7 @@ class Release(Operation):
     functions = ("release",)
     takes = ((WaitGather,),)
     gives = False
+    inert = True
 
     unit: str
 
@@ -616,7 +618,6 @@ class Write(Operation):
     functions = ("write",)
     takes = ((Input,), ANY)
     gives = False
-    memory = _takes_no_memory
 
 
 # -- activations ------------------------------------------------------------------------------------------------------
@@ -715,7 +716,7 @@ class WaitSend(_Waits):
 
     takes = ((Send,),)
     gives = False
-    memory = _takes_no_memory
+    inert = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -723,7 +724,6 @@ class Results(Operation):
     """The end of a program: see `zcompile.ir.program_graph.ResultsView`."""
 
     role = Role.RESULTS
-    memory = _takes_no_memory
 
 
 # -- the table --------------------------------------------------------------------------------------------------------

@@ -176,11 +176,9 @@ class StepTerms(GraphTerms):
                 assert isinstance(buffer, fx.Node), "a buffer is an input"
                 self.values[buffer] = term = self.term(value)
                 self.buffers.append((buffer, term))
-            case ops.RuntimeInput() | ops.GatherAhead() | ops.Release() | ops.Results():
-                pass
-            case ops.Send() | ops.WaitSend() | ops.Receive():
+            case ops.RuntimeInput() | ops.Results() | ops.Send() | ops.Receive():
                 pass  # who compares messages looks at what is sent; of what is received nothing is known
-            case op:
+            case op if not op.inert:
                 raise TypeError(f"it is not known what {type(op).__name__} gives")
 
     # -- values and regions ---------------------------------------------------------------------------------------
