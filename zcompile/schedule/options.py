@@ -31,6 +31,8 @@ from zcompile.schedule.option_checks import (
 from zcompile.schedule.pipeline import Pass, Pipeline, Trait
 
 _UPDATING = frozenset(step.name for step in UPDATES)
+_OF_PASSES = ("memory_limit", "arenas", "offload_activations", "partition_activations", "cuda_graphs")
+"""Options that `pipeline` takes as they are given."""
 _OWN = "a rank's own"
 _PLACE = "each rank may have another disk"
 
@@ -228,17 +230,13 @@ class Options:
             stage=self.stage,
             prefetch=schedule.prefetch,
             partition=partition,
-            memory_limit=self.memory_limit,
             kept=schedule.kept,
             small=schedule.small,
             bucket=schedule.bucket if self.bucket is None else self.bucket,
             checkpoint=free if self.checkpoint == "auto" else self.checkpoint,
             whole=keeps,
             updates=updates,
-            arenas=self.arenas,
-            offload_activations=self.offload_activations,
-            partition_activations=self.partition_activations,
-            cuda_graphs=self.cuda_graphs,
+            **{name: getattr(self, name) for name in _OF_PASSES},
         )
         # Changes to the passes of a train step mean nothing to a program that is none.
         meant = {n: step for n, step in (self.passes or {}).items() if updates or n not in _UPDATING}
@@ -251,8 +249,8 @@ class Options:
             problem = f"is {self.stage}, but passes is a pipeline of stage {passes.stage.number}"
             fix = f"give stage={passes.stage.number}, or changes to the pipeline by name"
             raise OptionError("stage", problem, fix)
-        options = ("memory_limit", "checkpoint", "bucket", "arenas", "offload_activations", "partition_activations")
-        ignored = (name for name in (*options, "cuda_graphs") if getattr(self, name) not in (None, False))
+        options = dict.fromkeys(("memory_limit", "checkpoint", "bucket", *_OF_PASSES))
+        ignored = (name for name in options if getattr(self, name) not in (None, False))
         if option := next(ignored, "prefetch" if self.chooses else None):
             fix = "give it to zcompile.pipeline(...), or changes to the pipeline by name here"
             if option == "prefetch":
