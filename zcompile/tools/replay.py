@@ -24,7 +24,7 @@ from zcompile.recording.archive import Archive, ArchivedRun, damaged, read_progr
 from zcompile.recording.recording import GIVEN, with_numerics
 from zcompile.recording.values import Described, RecordedUnit, Tensor, described, dtype_named, labels_of, leaves_of
 from zcompile.runtime.device import generators_of
-from zcompile.runtime.executor import accumulate, add, copy, plus, release, store, write
+from zcompile.runtime.executor import OPERATIONS
 from zcompile.runtime.low_precision import as_sent
 from zcompile.runtime.shards import Full
 from zcompile.tools.replay_origins import NonFinite, RunLine, Tracer, generators_back
@@ -32,15 +32,7 @@ from zcompile.tools.replay_sizes import for_any_size
 from zcompile.torch_internals.inductor import prepare_inductor
 from zcompile.torch_internals.operators import GivenCollectives, is_collective
 
-_COMPUTED: Mapping[str, Callable[..., Any]] = {
-    "accumulate": accumulate,
-    "add": add,
-    "copy": copy,
-    "plus": plus,
-    "release": release,
-    "store": store,
-    "write": write,
-}
+_COMPUTED = {name: OPERATIONS[name] for name in ("accumulate", "add", "copy", "plus", "release", "store", "write")}
 """What a line calls beside regions that runs again; of others there is what they gave, or nothing to give."""
 _LONGEST = 150
 """Columns of a line that is shown."""
