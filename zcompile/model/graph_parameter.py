@@ -29,7 +29,7 @@ _OF_KIND = frozenset(
     "untyped_storage zeros_like".split()
 )
 """Names of functions that read no values."""
-_CONVERSIONS = frozenset(getattr(torch.Tensor, name) for name in ("to", "float", "double", "half", "bfloat16", *KINDS))
+_CONVERSIONS = frozenset({"to", "float", "double", "half", "bfloat16", *KINDS})
 _OF_GRADIENTS = frozenset({torch.autograd.backward, torch.autograd.grad})
 
 
@@ -57,7 +57,7 @@ class GraphParameter(nn.Parameter):
                 return func(*args, **kwargs)
         if func in _OF_SHARDS and isinstance(args[0], GraphParameter):
             return _OF_SHARDS[func](*args)
-        if func in _CONVERSIONS:
+        if func.__name__ in _CONVERSIONS:
             return _converted(func, *args, **kwargs)
         if func == _SET_DATA and args[0] is args[1]:  # by a module that was converted to what it is
             return None
