@@ -179,7 +179,8 @@ class StepTerms(GraphTerms):
             case ops.RuntimeInput() | ops.Results() | ops.Send() | ops.Receive():
                 pass  # who compares messages looks at what is sent; of what is received nothing is known
             case op if not op.inert:
-                raise TypeError(f"it is not known what {type(op).__name__} gives")
+                where = "add a case to zcompile/proof/steps.py, or, if it changes no value, say inert = True in its row"
+                raise UnknownOperationError(node, f"the proof does not know what {type(op).__name__} does: {where}")
 
     # -- values and regions ---------------------------------------------------------------------------------------
 
