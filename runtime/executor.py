@@ -11,18 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from zcompile.ir.layout import Message, Param, Unit, message_places, secondary_bytes
+from zcompile.ir.layout import Message, Unit, message_places, secondary_bytes
 from zcompile.runtime.arena import ActivationStack, Places
 from zcompile.runtime.async_work import AsyncWork
 from zcompile.runtime.device import current_stream, stream_number
 from zcompile.runtime.groups import AxisCommunicator
 from zcompile.runtime.low_precision import decode_shards
-from zcompile.runtime.messages import flattened, pack, part_of, piece_inside, sent_in_place, unpack
+from zcompile.runtime.messages import flattened, joined, pack, piece_inside, sent_in_place, unpack
 from zcompile.runtime.offloaded_activations import Arrival, OffloadedActivations
 from zcompile.runtime.shards import Full, Secondary, UnitShards
 from zcompile.runtime.stage_links import Receiving, Sending, receive, send
 from zcompile.torch_internals.distributed import add_all
+from zcompile.torch_internals.dtensor import local_tensor
 
 Arrivals = list[tuple[Message, torch.Tensor, AsyncWork | None]]
 """Per message where it arrives, and what brings it, if it has to come."""
@@ -44,7 +46,8 @@ class BoundUnit:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """A whole parameter, for regions of a program that gathers nothing (stage 0)."""
-        return self.shards.local(self.unit.params[index])
+        parameter = self.shards.parameters[self.unit.names[index]]
+        return parameter.detach() if parameter.__class__ is nn.Parameter else local_tensor(parameter)
 
 
 @dataclass
@@ -76,12 +79,16 @@ class Gather:
             None if param.shards or shards.memory.is_away else shards.local(param).to(param.full_dtype)
             for param in unit.params
         ]
+        is_alone = shards.communicator.size == 1 and not shards.memory.is_away
         for message, arrived, work in self.arrivals:
             if work is not None and message.is_sharded and ranks.size > 1:
                 _land(work, "all_gather", unit.name, ranks, arrived.nbytes)
             elif work is not None:  # it was only copied
                 work.wait()
-            full = unpack(arrived, message.params, self.places)
+            if is_alone and arrived.dtype is message.params[0].dtype:
+                full = shards.locals(message.params)  # nothing was sent, copied or cast
+            else:
+                full = unpack(arrived, message.params, self.places)
             for index, tensor in zip(message.places, full, strict=True):
                 tensors[index] = tensor
         straight = {one.places[0]: arrived for one, arrived, _ in self.arrivals if len(one.places) == 1}
@@ -137,12 +144,13 @@ class Reduction:
         inside = self.ranks is communicator.inside
         divided = inside or communicator.parts > 1
         for message, arrived, work in self.arrivals:
+            if work is None:
+                continue
             operation, payload = "all_reduce", 2 * arrived.nbytes
             if self.scattered and divided and message.is_sharded:
                 operation = "reduce_scatter"
                 payload = (message.numel if inside else arrived.numel() * self.ranks.size) * arrived.itemsize
-            if work is not None:
-                _land(work, operation, self.bound.unit.name, self.ranks, payload, "" if inside else self.ranks.axis)
+            _land(work, operation, self.bound.unit.name, self.ranks, payload, "" if inside else self.ranks.axis)
         landed = [(one, arrived) for one, arrived, _ in self.arrivals]
         self.arrivals = []
         if inside and communicator.outside is not None:
@@ -167,31 +175,33 @@ class InsideAverages:
     primary: int = 1
     """Of how many shards there are averages: of several where the outer axis divides them further."""
 
-    def parts(self) -> Iterator[tuple[Param, torch.Tensor]]:
-        """Each parameter, and the average shaped like this rank's part of it, a view of what has arrived.
+    def parts(self) -> dict[str, torch.Tensor]:
+        """By parameter the average shaped like this rank's part of it, a view of what has arrived.
 
         Of several shards they are rows of elements, padding included.
         """
-        rank = self.bound.shards.communicator.dividing.rank
+        rank, found = self.bound.shards.communicator.dividing.rank, dict[str, torch.Tensor]()
         for message, arrived in self.arrivals:
-            offset = 0
-            for param in message.params:
-                scattered = self.scattered and bool(param.shards)
-                if scattered and self.primary > 1:
-                    yield param, arrived.view(self.primary, -1)[:, offset : offset + param.shard_numel]
-                else:
-                    yield param, part_of(arrived, offset, param, rank if scattered else None)
-                offset += param.kept_numel(rank) if scattered else param.numel
+            scattered = self.scattered and message.is_sharded
+            if scattered and self.primary > 1:
+                rows = arrived.view(self.primary, -1).split(message.shard_numels, dim=1)
+                found |= zip([param.name for param in message.params], rows, strict=True)
+            else:
+                for param, part, shape in message.parts(rank if scattered else None):
+                    found[param.name] = arrived[part].view(shape)
+        return found
 
     def cast(self) -> None:
         """Be in the dtypes of the parameters."""
-        self.arrivals = [(message, arrived.to(message.params[0].dtype)) for message, arrived in self.arrivals]
+        self.arrivals = [
+            (message, arrived if arrived.dtype is message.params[0].dtype else arrived.to(message.params[0].dtype))
+            for message, arrived in self.arrivals
+        ]
 
     def gradients(self) -> Gradients:
         """The averages over all ranks, in the dtypes of their parameters, where these are."""
         self.cast()
-        home = self.bound.shards.memory.home
-        return Gradients(self.bound.shards, {param.name: home(part) for param, part in self.parts()})
+        return Gradients(self.bound.shards, self.bound.shards.memory.home(self.parts()))
 
 
 @dataclass(frozen=True)
@@ -481,7 +491,7 @@ def add(bound: BoundUnit, sums: Summed, grads: Summed, *, dtype: torch.dtype | N
         return sums
     if isinstance(sums, InsideAverages):
         assert isinstance(grads, InsideAverages), "averages are added to averages"
-        mine_by_name, theirs = ({param.name: part for param, part in one.parts()} for one in (sums, grads))
+        mine_by_name, theirs = sums.parts(), grads.parts()
         add_all([mine_by_name[name] for name in theirs], list(theirs.values()))
         grads.arrivals = []
         return sums
@@ -568,20 +578,22 @@ def _reduce(
     places = Places(at, bound.shards.communicator.device)
     whole, params = bound.shards.communicator, bound.unit.params
     communicator, shards = whole.inside, whole.dividing.size
-    grads = [grad if grad is None else bound.shards.with_held(p, grad) for p, grad in zip(params, grads, strict=True)]
+    grads = bound.shards.with_held(params, grads)
     arrivals: Arrivals = []
     names = tuple([param.name for param, grad in zip(params, grads, strict=True) if grad is not None])
-    together = []
-    for message in bound.unit.sent(names, dtype, packed=shards > 1):  # alone nothing is sent, so nothing is packed
+    messages, together = bound.unit.sent(names, dtype, packed=shards > 1), []
+    if whole.size == 1 and dtype is None:  # nothing is sent, so nothing is packed or cast
+        arrivals = [(message, flattened(grads[message.places[0]]), None) for message in messages]
+        messages = ()
+    for message in messages:
         cast = dtype if message.params[0].reduction_dtype is dtype else None
         own = [grads[index] for index in message.places]
         work: AsyncWork | None = None
         if scattered and message.owner is not None:
-            arrivals.append((message, *_to_owner(communicator, message.owner, flattened(own, cast))))
+            arrivals.append((message, *_to_owner(communicator, message.owner, joined(own, cast))))
             continue
         if scattered and message.is_sharded:
-            pieces = _by_pieces(communicator, whole.parts, message, own, cast, bucket)
-            if pieces is not None:
+            if bucket is not None and (pieces := _by_pieces(communicator, whole.parts, message, own, cast, bucket)):
                 arrivals.append((message, *pieces))
                 continue
             arrived = pack(message.params, own, shards, cast, places)
@@ -589,7 +601,7 @@ def _reduce(
                 together.append((message, arrived))
                 continue
         else:
-            arrived = flattened(own, cast)
+            arrived = joined(own, cast)
             work = None if communicator.size == 1 else communicator.collectives.all_reduce(arrived)
         arrivals.append((message, arrived, work))
     mine = [torch.empty(s.numel() // communicator.size, dtype=s.dtype, device=s.device) for _, s in together]
@@ -610,7 +622,7 @@ def _by_pieces(
     message: Message,
     grads: Sequence[torch.Tensor | None],
     dtype: torch.dtype | None,
-    bucket: int | None,
+    bucket: int,
 ) -> tuple[torch.Tensor, AsyncWork] | None:
     """Where this rank's part of a gradient's average arrives, and the work that brings it; None if it goes whole.
 
@@ -619,7 +631,7 @@ def _by_pieces(
     size, param, grad = communicator.size, message.params[0], grads[0]
     assert grad is not None, "messages hold parameters with gradients only"
     kind = dtype or grad.dtype
-    if bucket is None or len(grads) > 1 or message.numel * kind.itemsize <= bucket or size == 1:
+    if len(grads) > 1 or message.numel * kind.itemsize <= bucket or size == 1:
         return None
     packed = param.padded_numel != param.numel or kind is not grad.dtype or not grad.is_contiguous()
     if not (staged := communicator.collectives.rows_staged(packed=packed)):

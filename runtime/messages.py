@@ -82,11 +82,16 @@ def piece_of(
     return rows.view(len(ranks), -1)
 
 
-def flattened(grads: Sequence[torch.Tensor | None], dtype: torch.dtype | None) -> torch.Tensor:
+def flattened(grad: torch.Tensor | None) -> torch.Tensor:
+    """A gradient, 1-D: itself, unless it is a number that was expanded. Nothing can be sent of that, or added to it."""
+    assert grad is not None, "messages hold parameters with gradients only"
+    return grad.reshape(-1).contiguous()
+
+
+def joined(grads: Sequence[torch.Tensor | None], dtype: torch.dtype | None) -> torch.Tensor:
     """Gradients end to end, 1-D; a single contiguous one of the right dtype as it is."""
-    flat = [grad.reshape(-1).to(dtype or grad.dtype) for grad in grads if grad is not None]
-    # Flattened, a number that was expanded is one still: nothing can be sent of it, or added to it.
-    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
+    flat = [flattened(grad).to(dtype or grad.dtype) for grad in grads if grad is not None]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def pack(
@@ -103,7 +108,7 @@ def pack(
     given = [grad for grad in grads if grad is not None]
     first = given[0]
     if len(params) == 1 and params[0].padded_numel == params[0].numel and dtype in (None, first.dtype):
-        return first.reshape(-1).contiguous()
+        return flattened(first)
     total = sum([param.shard_numel for param in params])
     packed = places.empty(size * total, dtype or first.dtype).view(size, total)
     if is_gpu(packed.device) and all((grad.dtype, packed.dtype) in _PACKED_AT_ONCE for grad in given):
@@ -151,11 +156,3 @@ def unpack(arrived: torch.Tensor, params: Sequence[Param], places: Places | None
         torch.split_with_sizes_copy(rows, widths, dim=1, out=parts)
     apart = [part.reshape(-1) for part in parts]
     return [flat[: param.numel].view(param.shape) for flat, param in zip(apart, params, strict=True)]
-
-
-def part_of(arrived: torch.Tensor, offset: int, param: Param, rank: int | None) -> torch.Tensor:
-    """One gradient out of a reduced message: this rank's rows, or all of it when `rank` is None."""
-    if rank is None:
-        return arrived[offset : offset + param.numel].view(param.shape)
-    start, stop = param.shard_rows(rank)
-    return arrived[offset : offset + (stop - start) * param.row_numel].view(stop - start, *param.shape[1:])

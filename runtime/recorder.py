@@ -220,25 +220,24 @@ class Track:
         self.recorder, self.phase, self.program, self.lines = recorder, phase, program, lines
         self._stamps: array[float] = array("d")
         self._events: list[torch.Event] = []
+        self._is_shown = False
+        """True while the device is recorded, or a profiler of torch's runs, to which lines are told by name."""
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` as a program is to call it. This runs for every line: it costs a third of a microsecond."""
-        stamp, now, recorder = self._stamps.append, perf_counter, self.recorder
+        stamp, now = self._stamps.extend, perf_counter
 
         def line(*args: Any, **kwargs: Any) -> Any:
-            if recorder._device is not None or profiler_runs():
+            if self._is_shown:
                 return self._shown(function, args, kwargs)
             start = now()
             result = function(*args, **kwargs)
-            end = now()
-            stamp(start)
-            stamp(end)
+            stamp((start, now()))
             return result
 
         return line
 
     def _shown(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A line while the device is recorded, or a profiler of torch's runs, to which it is told by name."""
         before, line = self.recorder.now(), self.lines[len(self._stamps) // 2]
         with _range(f"zcompile.{line.operation} {line.unit}".rstrip()):
             result = function(*args, **kwargs)
@@ -252,6 +251,7 @@ class Track:
         """Call the loaded program, whose lines are timed; one that raises leaves nothing."""
         del self._stamps[:]
         self._events = []
+        self._is_shown = self.recorder._device is not None or profiler_runs()
         start = self.recorder.now()
         with _range(f"zcompile.{self.phase} {self.program}"):
             result = function(box)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,12 +26,12 @@ from zcompile.ir.layout import Message, Param, Unit
 from zcompile.runtime.async_work import AsyncWork
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.low_precision import as_sent, encode_shards
-from zcompile.runtime.tensors.explained import explain, laid_out_like
+from zcompile.runtime.tensors.explained import explain, gradients_like
 from zcompile.runtime.tensors.parameter import ShardedParameter, sharded
 from zcompile.runtime.tensors.placement import ModelParallel, Placing, along
-from zcompile.torch_internals.autograd import backward_number, version_of
+from zcompile.torch_internals.autograd import backward_number, writes_to
 from zcompile.torch_internals.dispatch import no_torch_function
-from zcompile.torch_internals.dtensor import local_tensor
+from zcompile.torch_internals.dtensor import local_tensor, local_values
 
 
 class Full:
@@ -98,7 +99,9 @@ class UnitShards:
         sizes, self.offsets = _sizes(unit, communicator.dividing.rank)
         self.buffers = {dtype: self.memory.zeros(unit.name, size, dtype) for dtype, size in sizes.items()}
         self.parameters: dict[str, nn.Parameter] = {}
-        self._adopted: dict[str, int] = {}
+        self._runs: dict[tuple[str, ...], slice | None] = {}
+        """Where parameters lie that travel together; None where they are no neighbours."""
+        self.adopted: dict[str, int] = {}
         """Versions of parameters when they came."""
         self._placings: dict[str, Placing] = {}
         """Of parameters that are DTensors."""
@@ -132,7 +135,7 @@ class UnitShards:
         return self._adopt(param, source)
 
     def _adopt(self, param: Param, parameter: nn.Parameter) -> nn.Parameter:
-        self.parameters[param.name], self._adopted[param.name] = parameter, _version(parameter)
+        self.parameters[param.name], self.adopted[param.name] = parameter, writes_to([parameter])
         return parameter
 
     def copied(self, unit: Unit, communicator: Communicator, memory: ShardMemory | None = None) -> UnitShards:
@@ -172,16 +175,34 @@ class UnitShards:
         sharded(result, param.name, self.communicator.waits)
         return result
 
-    def gradient(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, shaped like this rank's part of the parameter `name`, as it stands in `.grad`."""
-        placing, parameter = self._placings.get(name), self.parameters[name]
-        if placing is None:
-            return tensor
-        if isinstance(parameter, ShardedParameter) and local_tensor(parameter).dtype is tensor.dtype:
-            made = laid_out_like(parameter, tensor)  # torch thinks long about what is laid out anew
-        else:
-            made = placing.place(tensor)
-        return explain(made, self.communicator.waits)
+    def gradients(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What stands in `.grad` for tensors that are shaped like this rank's parts of these parameters."""
+        if not self._placings:
+            return dict(tensors)
+        names, parts = list(tensors), list(tensors.values())
+        with no_torch_function():
+            params: list[Any] = [self.parameters[name] for name in names]
+            # Others are laid out anew, of which torch thinks long.
+            alike = [
+                param.__class__ is ShardedParameter and param.dtype is part.dtype
+                for param, part in zip(params, parts, strict=True)
+            ]
+            chosen, given = [*itertools.compress(params, alike)], [*itertools.compress(parts, alike)]
+            made: dict[str, torch.Tensor] = dict(
+                zip(
+                    itertools.compress(names, alike),
+                    gradients_like(chosen, given, self.communicator.waits),
+                    strict=True,
+                )
+            )
+            for name, part, is_alike in zip(names, parts, alike, strict=True):
+                if not is_alike:
+                    made[name] = self._laid_out(name, part)
+        return made
+
+    def _laid_out(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        placing = self._placings.get(name)
+        return part if placing is None else explain(placing.place(part), self.communicator.waits)
 
     def shard_of(self, name: str, full: torch.Tensor) -> DTensor:
         """This rank's part of `full`, which is shaped like the full parameter `name`, in memory of its own."""
@@ -197,10 +218,14 @@ class UnitShards:
 
     def wire(self, params: Sequence[Param]) -> torch.Tensor:
         """The padded shards of `params` end to end: as they lie where they are neighbours, else a copy."""
-        first, last, rank = params[0], params[-1], self.communicator.dividing.rank
-        start, stop = self.offsets[first.name], self.offsets[last.name] + last.kept_numel(rank)
-        if stop - start == sum(param.kept_numel(rank) for param in params):
-            return self.buffers[first.dtype][start:stop]
+        names = tuple([param.name for param in params])
+        if names not in self._runs:
+            first, last, rank = params[0], params[-1], self.communicator.dividing.rank
+            start, stop = self.offsets[first.name], self.offsets[last.name] + last.kept_numel(rank)
+            are_neighbours = stop - start == sum(param.kept_numel(rank) for param in params)
+            self._runs[names] = slice(start, stop) if are_neighbours else None
+        if (run := self._runs[names]) is not None:
+            return self.buffers[params[0].dtype][run]
         return torch.cat([self.padded_shard(param) for param in params])
 
     def sent(self, message: Message) -> torch.Tensor:
@@ -216,6 +241,10 @@ class UnitShards:
             return self.wire(params).to(self.communicator.device, dtype, non_blocking=True)
         flat = self.wire(params).to(self.communicator.device, non_blocking=True)
         return as_sent(flat, [param.shard_numel for param in params], wire, dtype)
+
+    def locals(self, params: Sequence[Param]) -> list[torch.Tensor]:
+        """The same of several, by few calls."""
+        return local_values([self.parameters[param.name] for param in params])
 
     def local(self, param: Param) -> torch.Tensor:
         """This rank's values of `param`: its rows, or the whole of it where it is not sharded."""
@@ -269,8 +298,14 @@ class UnitShards:
         if name in self.user_params:
             self.user_params[name].grad = gradient
 
-    def with_held(self, param: Param, gradient: torch.Tensor) -> torch.Tensor:
-        """`gradient`, which the caller owns, with what is held back for `param` added, once in a backward."""
+    def with_held(self, params: Sequence[Param], gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients, which the caller owns, with what is held back for these parameters added, once in a backward."""
+        if not self._held:
+            return gradients
+        pairs = zip(params, gradients, strict=True)
+        return [None if gradient is None else self._with_held(param, gradient) for param, gradient in pairs]
+
+    def _with_held(self, param: Param, gradient: torch.Tensor) -> torch.Tensor:
         held, running = self.held(param.name), backward_number()
         if held is None or held.taken == running:
             return gradient
@@ -283,26 +318,26 @@ class UnitShards:
         held = self.held(name)
         return held is not None and held.taken == backward_number()
 
-    def settle(self, name: str, backward: int) -> None:
-        """What `backward` took of the gradient held back for `name` has been reduced: it leaves `.grad`."""
-        if (held := self.held(name)) is not None and held.taken == backward:
-            self._show(name, None)
-            del self._held[name]
+    def settle(self, names: Iterable[str], backward: int) -> None:
+        """What `backward` took of the gradients held back for `names` has been reduced: it leaves `.grad`."""
+        for name in names if self._held else ():
+            if (held := self.held(name)) is not None and held.taken == backward:
+                self._show(name, None)
+                del self._held[name]
 
     def names_held(self) -> list[str]:
         """Parameters with gradients that wait for their reduction; the memory of those that were dropped is freed."""
+        if not self._held:
+            return []
         self._held = {name: held for name, held in self._held.items() if self.held(name) is held}
         return list(self._held)
 
-    def version(self) -> int:
-        """A number that grows with every write in place that autograd sees; zero for units that have just come."""
-        with no_torch_function():
-            return sum(_version(parameter) - self._adopted[name] for name, parameter in self.parameters.items())
-
     def writes(self) -> int:
         """A number that changes with every write that torch, or the parameters themselves, make known."""
-        unseen = (p.zcompile_unseen for p in self.parameters.values() if isinstance(p, ShardedParameter))
-        return self.version() + sum(unseen)
+        return _version([self]) + sum([param.zcompile_unseen for param in self._sharded()])
+
+    def _sharded(self) -> list[ShardedParameter]:
+        return [param for param in self.parameters.values() if isinstance(param, ShardedParameter)]
 
     @property
     def may_differ(self) -> bool:
@@ -311,8 +346,9 @@ class UnitShards:
             return False
         current = (full for full in self.kept.values() if not full.is_stale)
         copies = [*current, *self.secondary.values(), *self.ahead.values()]
-        exposed = (p.zcompile_exposed for p in self.parameters.values() if isinstance(p, ShardedParameter))
-        return any(exposed) or {copy.writes for copy in copies} != {self.writes()}
+        return any(map(attrgetter("zcompile_exposed"), self._sharded())) or {copy.writes for copy in copies} != {
+            self.writes()
+        }
 
     def compared(self) -> None:
         """The copies that are left equal the shards as they are now."""
@@ -372,10 +408,10 @@ class UnitShards:
         return torch.stack(result).any().to(torch.int32)
 
 
-def _version(parameter: nn.Parameter) -> int:
-    if isinstance(parameter, DTensor):
-        return version_of(parameter) + version_of(local_tensor(parameter))
-    return version_of(parameter)
+def _version(units: Collection[UnitShards]) -> int:
+    """A number that grows with every write in place that autograd sees; zero for units that have just come."""
+    adopted = [version for unit in units for version in unit.adopted.values()]
+    return writes_to([param for unit in units for param in unit.parameters.values()]) - sum(adopted)
 
 
 def shard_bytes(unit: Unit, rank: int) -> int:
@@ -439,9 +475,9 @@ class ShardMemory:
         """The work of a message that was only copied, to `arrived`; None where the current stream copied it."""
         return None
 
-    def home(self, gradient: torch.Tensor) -> torch.Tensor:
-        """`gradient` where its shard is. The host may read it once `landed` has returned."""
-        return gradient
+    def home(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The gradients where their shards are. The host may read them once `landed` has returned."""
+        return gradients
 
     def landed(self) -> None:
         """Return when gradients that went home are there."""
@@ -520,6 +556,10 @@ class Freshness:
             yield
         finally:
             self.steps, self.idle = before[0] + 1, before[1]
+
+    def version(self) -> int:
+        """A number that grows with every change of a parameter that an optimizer or autograd makes known."""
+        return self.steps + _version(self.units.values())
 
     def drop_stale_copies(self) -> bool:
         """Leave no copy as current that a step has outdated; returns whether any that is left may differ.

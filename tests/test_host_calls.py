@@ -12,7 +12,7 @@ import zcompile
 from tests.models import GPT, batch
 
 STEPS = 3
-MOST = {3: (10_500, 3_700), 0: (6_600, 1_900)}
+MOST = {3: (3_200, 780), 0: (2_900, 650)}
 """By the stage: calls of a step of two blocks, and of each further one; a process that has other models makes more."""
 
 

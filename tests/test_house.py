@@ -72,11 +72,11 @@ ROOMS = {
 LINES = {
     "zcompile": 1_750,
     "zcompile/cost": 2_690,
-    "zcompile/engine": 4_840,
+    "zcompile/engine": 4_850,
     "zcompile/facts": 790,
     "zcompile/frontend": 1_420,
     "zcompile/integrations": 660,
-    "zcompile/ir": 4_440,
+    "zcompile/ir": 4_450,
     "zcompile/model": 1_570,
     "zcompile/pipelining": 2_130,
     "zcompile/proof": 4_300,
@@ -85,12 +85,12 @@ LINES = {
     "zcompile/schedule": 1_490,
     "zcompile/state": 1_660,
     "zcompile/tools": 4_650,
-    "zcompile/torch_internals": 1_370,
+    "zcompile/torch_internals": 1_430,
     "passes": 4_160,
-    "runtime": 8_550,
+    "runtime": 8_740,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 48_730
+MOST_LINES = 48_980
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_330,
@@ -100,7 +100,7 @@ BENCHMARKS = {
     "gpu": 1_540,
     "memory": 890,
     "mutants": 3_160,
-    "speed": 2_430,
+    "speed": 2_530,
 }
 """The same of each folder of benchmarks, which are not installed."""
 

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from zcompile.engine.engine import Engine
 from zcompile.engine.interpreter import in_large_frame
 from zcompile.engine.model_runtime import ModelRanks, ModelRuntime
-from zcompile.engine.optimizers import hooked, parameters_held, point_at_shards, watch_optimizers
+from zcompile.engine.optimizers import hooked, point_at_shards, watch_optimizers
 from zcompile.engine.reports import Reported, Reports
 from zcompile.engine.sharding_plan import choose_shard, data_ranks
 from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterError, nearest
@@ -39,6 +39,7 @@ from zcompile.model.sharding import check_kind, placeholder_of
 from zcompile.model.units import blocks_of_names, make_units
 from zcompile.runtime.agreement import Agreement, propagate_failure
 from zcompile.runtime.gradients.delivery import Refusal
+from zcompile.runtime.gradients.optimizer_trials import parameters_held
 from zcompile.runtime.groups import (
     Communicator,
     axes_of_mesh,
@@ -59,7 +60,7 @@ from zcompile.torch_internals.dynamo import (
     retracing,
     tracing_context,
 )
-from zcompile.torch_internals.modules import has_gradient_hooks
+from zcompile.torch_internals.modules import with_gradient_hooks
 from zcompile.torch_internals.sizes import of_fixed_sizes
 
 
@@ -341,12 +342,11 @@ class Backend(Reported):
             ParameterError: a gradient that is no shard's, or a hook that would not run.
         """
         units = self.engine.runtime.shards.values()
+        if found := with_gradient_hooks([known.parameter for known in self._known.values()]):
+            raise hooked(next(known.name for known in self._known.values() if known.parameter is found[0]))
         with no_torch_function():
-            found = next((known.name for known in self._known.values() if has_gradient_hooks(known.parameter)), None)
             pairs = [(name, unit.parameters[name], twin) for unit in units for name, twin in unit.user_params.items()]
             pairs = [pair for pair in pairs if pair[1].grad is not pair[2].grad]
-        if found is not None:
-            raise hooked(found)
         for name, shard, twin in pairs:
             if shard.grad is None or twin.grad is None:
                 shard.grad = twin.grad = None

@@ -20,7 +20,6 @@ from torch.optim.optimizer import Optimizer
 from zcompile.compile_model import compile
 from zcompile.compiled import CompiledModule, options_of
 from zcompile.engine.calls.fragments import Fragment, Tree
-from zcompile.engine.optimizers import parameters_held
 from zcompile.engine.train_steps import (
     ONE_ELEMENT,
     BaseStep,
@@ -42,6 +41,7 @@ from zcompile.pipelining.step import PipelinedStep, pipelined_step
 from zcompile.report.explain import Break
 from zcompile.runtime.agreement import propagate_failure
 from zcompile.runtime.device import HOST, backend_of, gpu_kind
+from zcompile.runtime.gradients.optimizer_trials import parameters_held
 from zcompile.runtime.gradients.updates import States, Updater
 from zcompile.runtime.groups import ranks_of
 from zcompile.runtime.lockstep import RunKind
@@ -240,7 +240,7 @@ class TrainStep(BaseStep):
             self._engine.runtime.freshness.step()
         else:
             self._step_optimizers(self.optimizers, self._clip)
-        self._drop_gradients()
+        self._drop_gradients(self._parameters.values())
         return loss.detach() if metrics is None else (loss.detach(), metrics)
 
     @briefly

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from zcompile.torch_internals.autograd import (
     within_compiled_autograd,
 )
 from zcompile.torch_internals.dispatch import no_torch_function
+from zcompile.torch_internals.distributed import add_all
 from zcompile.torch_internals.dtensor import local_tensor
 
 Unreached = Callable[[], Collection[str]]
@@ -153,11 +154,8 @@ class Delivery:
     def _has_gradients(self) -> bool:
         """True if a parameter has an averaged gradient, to which another is added."""
         with no_torch_function():
-            return any(
-                parameter.grad is not None and unit.held(name) is None
-                for unit in self.units.values()
-                for name, parameter in unit.parameters.items()
-            )
+            grads = [(unit, name, one.grad) for unit in self.units.values() for name, one in unit.parameters.items()]
+            return bool([name for unit, name, grad in grads if grad is not None and unit.held(name) is None])
 
     def _end(self, number: int) -> None:
         with self.recorder.span("delivery"):
@@ -171,10 +169,11 @@ class Delivery:
             return
         for event in ended.events:
             current_stream(event.device).wait_event(event)
-        for tensor in (tensor for gradients, _ in ended.gradients for tensor in gradients.tensors.values()):
-            if is_gpu(tensor.device):
-                # The backward's stream owns the memory: freed, it must not be used there while this one still reads.
-                tensor.record_stream(current_stream(tensor.device))
+        for gradients in [one for one, _ in ended.gradients if is_gpu(one.shards.communicator.device)]:
+            for tensor in gradients.tensors.values():
+                if is_gpu(tensor.device):
+                    # The backward's stream owns the memory: freed, it must not be used there while this one reads.
+                    tensor.record_stream(current_stream(tensor.device))
         for reduce in ended.late:
             ended.gradients += [(one, _none) for one in reduce()]
         if self.synchronises:
@@ -184,31 +183,28 @@ class Delivery:
                 ended.gradients += [(one, _none) for one in self._reduce_rest()]
         for memory in {unit.memory for unit in self.units.values()}:
             memory.landed()
-        changed: dict[nn.Parameter, nn.Parameter | None] = {}
-        whole: list[nn.Parameter] = []
+        changed: dict[str, UnitShards] = {}
         # All are asked before the first is delivered: what one raises leaves every `.grad` as it was.
         delivered = [(gradients, unreached()) for gradients, unreached in ended.gradients]
         del self._running[number]
         with no_torch_function():
             for gradients, without in delivered:
-                for name, tensor in gradients.tensors.items():
-                    is_given = name not in without and not _is_frozen(gradients.shards, name)
-                    if gradients.held:
-                        gradients.shards.hold(name, tensor if is_given else None)
-                        continue
-                    gradients.shards.settle(name, number)
-                    if is_given:
-                        _accumulate(gradients, name, tensor)
-                        changed[gradients.shards.parameters[name]] = gradients.shards.user_params.get(name)
-                        whole += [] if gradients.shards.is_sharded(name) else [gradients.shards.parameters[name]]
+                shards = gradients.shards
+                given = _given(gradients, without)
+                if gradients.held:
+                    for name, tensor in given.items():
+                        shards.hold(name, tensor)
+                    continue
+                shards.settle(gradients.tensors, number)
+                _accumulate(shards, given)
+                changed |= dict.fromkeys(given, shards)
         if ended.may_overflow:
             communicator = self.lockstep.communicator
             with communicator.waits.explained("a comparison of float16 gradients"):
-                _spread_overflow(changed, whole, communicator.device)
-        holders = [holder for pair in changed.items() for holder in pair if holder is not None]
-        if have_post_accumulate_hooks(holders):
-            for holder in holders:
-                run_hooks(holder)
+                _spread_overflow(changed, communicator.device)
+        holders = [shards.parameters[name] for name, shards in changed.items()]
+        holders += [shards.user_params[name] for name, shards in changed.items() if name in shards.user_params]
+        run_hooks(holders)
 
     def _reduce_rest(self) -> list[Gradients]:
         """Reduce what any rank holds back of parameters that this backward did not reach. Collective."""
@@ -266,22 +262,36 @@ def refuse_compiled_autograd() -> None:
         raise BackwardError("backward", "runs under torch's compiled autograd; it is compiled by zcompile already", fix)
 
 
-def run_hooks(holder: nn.Parameter) -> None:
-    """Run the user's hooks of `register_post_accumulate_grad_hook`: the gradient is in `.grad`."""
-    for hook in post_accumulate_hooks(holder):
-        hook(holder)
+def run_hooks(holders: Sequence[nn.Parameter]) -> None:
+    """Run the user's hooks of `register_post_accumulate_grad_hook`: the gradients are in `.grad`."""
+    if have_post_accumulate_hooks(holders):
+        for holder in holders:
+            for hook in post_accumulate_hooks(holder):
+                hook(holder)
 
 
-def _spread_overflow(changed: Iterable[nn.Parameter], unsharded: Iterable[nn.Parameter], device: torch.device) -> None:
+def set_gradients(gradients: Gradients) -> list[nn.Parameter]:
+    """Put averaged gradients into `.grad` and run hooks; gives the parameters."""
+    shards = gradients.shards
+    with no_torch_function():
+        for name, gradient in shards.gradients(gradients.tensors).items():
+            shards.parameters[name].grad = gradient
+    parameters = [shards.parameters[name] for name in gradients.tensors]
+    run_hooks(parameters)
+    return parameters
+
+
+def _spread_overflow(changed: Mapping[str, UnitShards], device: torch.device) -> None:
     """Make gradients that are whole on every rank infinite on all of them where a shard on any rank is not finite.
 
-    `unsharded`: parameters with such gradients. `device`: where the ranks' collectives run.
+    `changed`: the parameters that have got gradients. `device`: where the ranks' collectives run.
 
     GradScaler asks the other ranks only if the first gradient that it looks at is sharded; if that is a whole one, its
     own finding must be that of all ranks already.
     """
-    gradients = [param.grad for param in changed if isinstance(param.grad, DTensor)]
-    whole = [param.grad for param in unsharded if isinstance(param.grad, DTensor)]
+    by_name = [(name, unit, unit.parameters[name].grad) for name, unit in changed.items()]
+    gradients = [grad for _, _, grad in by_name if isinstance(grad, DTensor)]
+    whole = [grad for name, unit, grad in by_name if isinstance(grad, DTensor) and not unit.is_sharded(name)]
     if not whole:
         return
     finite = torch.stack([torch.isfinite(local_tensor(gradient)).all() for gradient in gradients]).all()
@@ -292,26 +302,36 @@ def _spread_overflow(changed: Iterable[nn.Parameter], unsharded: Iterable[nn.Par
         local_tensor(gradient).masked_fill_(overflowed[0].to(gradient.device, torch.bool), torch.inf)
 
 
-def _is_frozen(shards: UnitShards, name: str) -> bool:
-    """True for a parameter that was frozen after its forward: autograd delivers nothing then.
+def _given(gradients: Gradients, without: Collection[str]) -> dict[str, torch.Tensor]:
+    """The gradients that parameters get: not those `without` any, nor those that were frozen after their forward.
 
-    With what is held back from before, this backward's gradient is one number.
+    Autograd delivers nothing to these. With what is held back from before, this backward's gradient is one number.
     """
-    return not shards.user_params.get(name, shards.parameters[name]).requires_grad and shards.held(name) is None
+    shards = gradients.shards
+    known = shards.parameters | shards.user_params
+    return {
+        name: tensor
+        for name, tensor in gradients.tensors.items()
+        if name not in without and (known[name].requires_grad or shards.held(name) is not None)
+    }
 
 
-def _accumulate(gradients: Gradients, name: str, tensor: torch.Tensor) -> None:
-    parameter, twin = gradients.shards.parameters[name], gradients.shards.user_params.get(name)
-    if twin is not None and twin.grad is None:
-        parameter.grad = None  # the user has dropped it by the parameter that he knows
-    if parameter.grad is None:
-        parameter.grad = gradients.shards.gradient(name, tensor)
-    elif isinstance(parameter, DTensor) and not isinstance(parameter.grad, DTensor):
-        raise plain_gradient(name)
-    else:
-        local_tensor(parameter.grad).add_(tensor)
-    if twin is not None:
-        twin.grad = parameter.grad
+def _accumulate(shards: UnitShards, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Add this rank's parts of averaged gradients of a unit to `.grad`."""
+    for name, known in shards.user_params.items():
+        if name in tensors and known.grad is None:
+            shards.parameters[name].grad = None  # the user has dropped it by the parameter that he knows
+    added = {name: grad for name in tensors if (grad := shards.parameters[name].grad) is not None}
+    for name, grad in added.items():
+        if isinstance(shards.parameters[name], DTensor) and not isinstance(grad, DTensor):
+            raise plain_gradient(name)
+    if added:
+        add_all([local_tensor(grad) for grad in added.values()], [tensors[name] for name in added])
+    for name, grad in shards.gradients({name: tensor for name, tensor in tensors.items() if name not in added}).items():
+        shards.parameters[name].grad = grad
+    for name, known in shards.user_params.items():
+        if name in tensors:
+            known.grad = shards.parameters[name].grad
 
 
 # -- from outside of programs -----------------------------------------------------------------------------------------

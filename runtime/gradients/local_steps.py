@@ -6,8 +6,10 @@ with an owner is stepped there as a plain tensor by any optimizer; on the other 
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import defaultdict
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,11 +20,12 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zcompile.errors import ParameterError
-from zcompile.runtime.gradients.optimizer_trials import parameters_of, sharing, small_parameter, steps_local_tensors
+from zcompile.runtime.gradients.optimizer_trials import parameters_held, sharing, small_parameter, steps_local_tensors
+from zcompile.runtime.tensors.explained import ExplainedDTensor
 from zcompile.runtime.tensors.owned import is_here, owner_of, part_of
 from zcompile.runtime.tensors.placement import Placing
 from zcompile.torch_internals.dispatch import no_torch_function
-from zcompile.torch_internals.dtensor import local_tensor
+from zcompile.torch_internals.dtensor import gradients_laid_out_alike, local_tensor, local_values
 from zcompile.torch_internals.optimizers import innermost_hooks, no_step_hooks
 
 
@@ -31,8 +34,10 @@ class LocalSteps:
 
     def __init__(self) -> None:
         self._found: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-        self._locals = WeakTensorKeyDictionary()
-        """What stands for each parameter, always the same: optimizers may keep state of their own by it."""
+        self._known = WeakTensorKeyDictionary()
+        """The local parameter of each parameter, always the same: optimizers may keep state of their own by it."""
+        self._sets: WeakKeyDictionary[Optimizer, dict[Any, LocalParameters]] = WeakKeyDictionary()
+        """By the identities of the parameters in each group of a step."""
 
     def wanted(self, optimizer: Optimizer) -> bool:
         """True if `optimizer` is to step local tensors, be it only for those parameters that have an owner.
@@ -42,7 +47,8 @@ class LocalSteps:
         Raises:
             OptimizerError: on every rank: it cannot step parameters that are sharded, or would step them otherwise.
         """
-        return self._steps_rows(optimizer) or any(owner_of(p) is not None for p in parameters_of(optimizer))
+        held = [param for param in parameters_held(optimizer) if isinstance(param, DTensor)]
+        return self._steps_rows(optimizer) or any(owner_of(param) is not None for param in held)
 
     def _steps_rows(self, optimizer: Optimizer) -> bool:
         if optimizer not in self._found:
@@ -56,81 +62,161 @@ class LocalSteps:
         optimizers look at their first.
         """
         with no_torch_function():  # a parameter's own costs more than what it is asked for
-            return LocalStep(optimizer, groups, self._locals, rows=self._steps_rows(optimizer), whole=whole)
+            return LocalStep(optimizer, groups, self._local_parameters(optimizer, groups), whole=whole)
+
+    def _local_parameters(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> LocalParameters:
+        key = tuple([tuple(map(id, group["params"])) for group in groups])
+        sets = self._sets.setdefault(optimizer, {})
+        if key not in sets:
+            if len(sets) >= _MOST_SETS:  # each step has other groups
+                sets.clear()
+            rows = self._steps_rows(optimizer)
+            sets[key] = LocalParameters([group["params"] for group in groups], self._known, rows=rows)
+        return sets[key]
+
+
+_MOST_SETS = 4096
+"""Sets of an optimizer's parameters that are remembered; a train step has one for each unit."""
+
+
+class LocalParameters:
+    """Plain parameters over the memory of this rank's parts, which an optimizer steps in place of its own.
+
+    They are made once for the groups of a step. What each step does, it does by few calls for all of them: models have
+    thousands of parameters, and on a GPU it is the host that the step waits for.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[torch.Tensor]],
+        known: MutableMapping[torch.Tensor, nn.Parameter],
+        *,
+        rows: bool,
+    ) -> None:
+        """`known`: the local parameters of other sets. `rows`: also of parameters whose rows are divided."""
+        self._held = [*itertools.chain(*groups)]  # nothing else gets their identities, by which the set is found
+        self.sharded: list[DTensor] = []
+        self.local: list[nn.Parameter] = []
+        self.groups: list[list[torch.Tensor]] = [[] for _ in groups]
+        """What the optimizer has in each group: nothing that other ranks own."""
+        for params, mine in zip(groups, self.groups, strict=True):
+            for param in params:
+                owner = owner_of(param)
+                if not isinstance(param, DTensor) or not (rows or owner is not None):
+                    mine.append(param)
+                elif owner is None or is_here(param):
+                    if param not in known:
+                        known[param] = nn.Parameter(local_tensor(param), requires_grad=param.requires_grad)
+                    mine.append(known[param])
+                    self.sharded.append(param)
+                    self.local.append(known[param])
+        self._stepped = {*map(id, self.sharded)}
+        self._own = {*map(id, self.local)}
+        self._others = {*map(id, self._held)} - self._stepped
+
+    def refresh(self) -> None:
+        """Take over memory, attributes and gradients of the parameters."""
+        for param, mine, memory in zip(self.sharded, self.local, local_values(self.sharded), strict=True):
+            mine.data = memory  # whatever a step before has put there
+            mine.requires_grad = param.requires_grad
+            mine.__dict__.update(param.__dict__)  # marks that the optimizer reads
+        self.take_gradients()
+
+    def take_gradients(self) -> None:
+        """Take over the gradients; collective where one has other placements than its parameter."""
+        alike = gradients_laid_out_alike(self.sharded, ExplainedDTensor)
+        for param, mine, gradient in zip(self.sharded, self.local, alike, strict=True):
+            mine.grad = _local_gradient(param) if gradient is None else gradient
+
+    def settle(self) -> None:
+        """After a step: what it has put into a `.data` gets into the parameter's memory, and gradients are let go."""
+        memories = local_values(self.sharded)
+        addresses = zip(map(torch.Tensor.data_ptr, self.local), map(torch.Tensor.data_ptr, memories), strict=True)
+        for mine, memory, (put, held) in zip(self.local, memories, addresses, strict=True):
+            if put != held:
+                memory.copy_(mine.detach())
+            mine.grad = None  # it would outlive the parameter's, which is dropped before the next step
+
+    def local_state(self, state: Mapping[Any, Any], *, whole: bool) -> defaultdict[Any, Any]:
+        """An optimizer's state, with local tensors of the parameters; if not `whole`, without other parameters' state.
+
+        Tensors are looked for by their identity: to hash one is a call of Python's.
+        """
+        by_id = dict(zip(map(id, state), state.values(), strict=True))
+        kept = [*map(by_id.get, map(id, self.sharded))]
+        there = [one is not None for one in kept]
+        values = iter(local_values([one[name] for one in kept if one is not None for name in one]))
+        local = [one if one is None else dict(zip(one, values, strict=False)) for one in kept]
+        made = defaultdict[Any, Any](dict, _where(zip(self.local, local, strict=True), there))
+        are_tensors = map(isinstance, state, itertools.repeat(torch.Tensor))
+        pairs = zip(by_id, are_tensors, strict=True)
+        shown = [key not in self._stepped and (whole or not other or key in self._others) for key, other in pairs]
+        made.update(_where(state.items(), shown))
+        return made
+
+    def sharded_state(self, state: Mapping[Any, Any], before: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+        """What a step has left in local state, for the parameters, as DTensors; `before`: what they had then."""
+        for param, mine in zip(self.sharded, self.local, strict=True):
+            if mine in state:
+                old = before.get(param, {})
+                yield param, {key: _sharded(param, key, value, old.get(key)) for key, value in state[mine].items()}
+        yield from _where(state.items(), [key not in self._own for key in map(id, state)])
+
+
+def _where(pairs: Iterable[tuple[Any, Any]], chosen: Iterable[bool]) -> Iterator[tuple[Any, Any]]:
+    return itertools.compress(pairs, chosen)
 
 
 class LocalStep:
     """One step of `optimizer` on local tensors: `optimizer` in it shares its state, and has `groups` of them."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        groups: Sequence[dict[str, Any]],
-        known: MutableMapping[torch.Tensor, nn.Parameter],
-        *,
-        rows: bool,
-        whole: bool,
+        self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], params: LocalParameters, *, whole: bool
     ) -> None:
-        """`known`: what has stood for parameters in steps before. `rows`: also of those whose rows are divided."""
-        self._real, self._groups, self._known, self._rows = optimizer, groups, known, rows
-        self._locals: list[tuple[torch.Tensor, torch.Tensor]] = []
-        here = [[param for param in group["params"] if owner_of(param) is None or is_here(param)] for group in groups]
-        local = [{**group, "params": [self._local(p) for p in some]} for group, some in zip(groups, here, strict=True)]
-        self.is_idle = not any(group["params"] for group in local)
+        self._real, self._groups, self._params = optimizer, groups, params
+        params.refresh()
+        local = [{**group, "params": [*mine]} for group, mine in zip(groups, params.groups, strict=True)]
+        self.is_idle = not any(params.groups)
         """True where other ranks own all parameters of the step."""
-        self._unread: set[int] = set()
+        self._unread: list[nn.Parameter] = []
         for group, mine in zip(groups, local, strict=True):
             if whole and group["params"] and not mine["params"]:
-                mine["params"] = [unread := small_parameter(group["params"][0])]
-                self._unread.add(id(unread))
-        state: dict[Any, Any] = defaultdict(dict)
-        stepped = {id(param) for param, _ in self._locals}
-        state |= {key: value for key, value in optimizer.state.items() if id(key) not in stepped}
-        state |= {
-            mine: {k: local_tensor(v) if isinstance(v, DTensor) else v for k, v in optimizer.state[param].items()}
-            for param, mine in self._locals
-            if param in optimizer.state
-        }
+                mine["params"] = [small_parameter(group["params"][0])]
+                self._unread += mine["params"]
+        state = params.local_state(optimizer.state, whole=whole)
+        self._before = _contents(state)
         self.optimizer = sharing(optimizer, param_groups=local, state=state)
-
-    def _local(self, param: torch.Tensor) -> torch.Tensor:
-        if not isinstance(param, DTensor) or not (self._rows or owner_of(param) is not None):
-            return param
-        if param not in self._known:
-            self._known[param] = nn.Parameter(local_tensor(param), requires_grad=param.requires_grad)
-        made = self._known[param].requires_grad_(param.requires_grad)
-        made.data = local_tensor(param)  # whatever a step before has put there
-        vars(made).update(vars(param))  # marks that the optimizer reads
-        self._locals.append((param, made))
-        made.grad = _local_gradient(param)
-        return made
 
     def refresh(self) -> None:
         """Take over the gradients that a closure has brought."""
         with no_torch_function():
-            for param, mine in self._locals:
-                mine.grad = _local_gradient(param)
+            self._params.take_gradients()
 
     def finish(self) -> None:
         """Hand over what the step has left: state as DTensors that follow their parameters, groups, attributes."""
+        stepped = self.optimizer
         with no_torch_function():
-            self._hand_over_state(self.optimizer.state)
-        for group, stepped in zip(self._groups, self.optimizer.param_groups, strict=True):
-            group.update({key: value for key, value in stepped.items() if key != "params"})
+            self._params.settle()
+            for unread in self._unread:
+                stepped.state.pop(unread, None)
+            if not _are_same(self._before, _contents(stepped.state)):  # else all of it was changed in place
+                self._real.state.update(self._params.sharded_state(stepped.state, self._real.state))
+        for group, left in zip(self._groups, stepped.param_groups, strict=True):
+            group.update({key: value for key, value in left.items() if key != "params"})
         own = {"state", "param_groups", *no_step_hooks()}
-        self._real.__dict__.update({key: value for key, value in self.optimizer.__dict__.items() if key not in own})
+        self._real.__dict__.update({key: value for key, value in stepped.__dict__.items() if key not in own})
 
-    def _hand_over_state(self, state: MutableMapping[Any, Any]) -> None:
-        for param, mine in self._locals:
-            if mine.data_ptr() != (held := local_tensor(param)).data_ptr():
-                held.copy_(mine.detach())  # the step has put another tensor into `.data`
-            mine.grad = None  # it would outlive the parameter's, which is dropped before the next step
-            if mine in state:
-                before = self._real.state.get(param, {})
-                kept = {key: _sharded(param, key, value, before.get(key)) for key, value in state[mine].items()}
-                self._real.state[param] = kept
-        local = {id(mine) for _, mine in self._locals} | self._unread
-        self._real.state.update({key: value for key, value in state.items() if id(key) not in local})
+
+def _contents(state: Mapping[Any, Any]) -> list[Any]:
+    """All objects in an optimizer's state, with their keys, in their order."""
+    nested = [value for value in state.values() if value.__class__ is dict]
+    named = [part for value in nested for key in value for part in (key, value[key])]
+    return [*state, *state.values(), *named]
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """True if they are the same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def plain_gradient(name: str) -> ParameterError:

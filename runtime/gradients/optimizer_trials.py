@@ -49,10 +49,9 @@ def first_state(optimizer: Optimizer, group: dict[str, Any]) -> dict[Any, dict[s
     return state
 
 
-def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Those in all of its groups."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def parameters_held(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters of all groups of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def steps_local_tensors(optimizer: Optimizer) -> bool:
@@ -61,13 +60,13 @@ def steps_local_tensors(optimizer: Optimizer) -> bool:
     Raises:
         OptimizerError: on every rank: it would step either of them otherwise than the whole.
     """
-    params = [param for param in parameters_of(optimizer) if isinstance(param, DTensor)]
+    params = [param for param in parameters_held(optimizer) if isinstance(param, DTensor)]
     if isinstance(optimizer, LBFGS):
         _check_flattened(optimizer, params)
         return False
     if not params or type(optimizer) in _ELEMENTWISE:
         return bool(params)
-    everything = list(parameters_of(optimizer))
+    everything = list(parameters_held(optimizer))
     gradients = [param.grad for param in everything]
     devices = [params[0].device] if is_gpu(params[0].device) else []
     try:
@@ -91,7 +90,7 @@ def _fails_on_shards(optimizer: Optimizer) -> bool:
     """
     trials = [trial for group in optimizer.param_groups for trial in _trials(group)]
     failures = [failure for trial in trials if (failure := _failure_on_shards(optimizer, trial))]
-    mixed = bool(trials) and any(owner_of(param) is not None for param in parameters_of(optimizer))
+    mixed = bool(trials) and any(owner_of(param) is not None for param in parameters_held(optimizer))
     if not failures and not mixed:
         return False
     if not all(_elementwise(optimizer, trial) for trial in trials):

@@ -14,9 +14,10 @@ from torch.optim.optimizer import Optimizer
 
 from zcompile.errors import OptimizerError
 from zcompile.runtime.executor import Gradients
-from zcompile.runtime.gradients.delivery import run_hooks
+from zcompile.runtime.gradients.delivery import set_gradients
 from zcompile.runtime.gradients.local_steps import LocalSteps
 from zcompile.runtime.gradients.optimizer_trials import first_state, sharing
+from zcompile.torch_internals.dispatch import no_torch_function
 from zcompile.torch_internals.optimizers import unhooked_step
 
 
@@ -55,8 +56,14 @@ class Updater:
         self.states: States | None = None
         """Where the optimizers' state is, if it is not in the device's memory."""
         self._local = LocalSteps()
+        self._seen: list[list[int]] = []
+        """The identities of the parameters in all groups when the next two were made."""
         self._groups: dict[int, list[tuple[Optimizer, int]]] = {}
         """By the identity of a parameter: the optimizers that hold it, and the group in which they do."""
+        self._steps: dict[tuple[str, ...], list[tuple[Optimizer, dict[int, list[nn.Parameter]]]]] = {}
+        """By the parameters of an update: the optimizers that step for them, which have some by number of the group."""
+        self._by_rows: dict[Optimizer, bool] = {}
+        """Which optimizers step this rank's parts as plain tensors in the step that runs."""
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -72,7 +79,11 @@ class Updater:
 
     def _read_groups(self) -> None:
         """They may have grown since the last step."""
-        self._groups = {}
+        self._by_rows = {optimizer: self._local.wanted(optimizer) for optimizer in self.optimizers}
+        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        if (seen := [[*map(id, params)] for params in groups]) == self._seen:
+            return
+        self._seen, self._groups, self._steps = seen, {}, {}
         for optimizer in self.optimizers:
             for number, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
@@ -84,18 +95,17 @@ class Updater:
         shards = gradients.shards
         parameters = [shards.parameters[name] for name in gradients.tensors]
         try:
-            for (name, tensor), parameter in zip(gradients.tensors.items(), parameters, strict=True):
-                parameter.grad = shards.gradient(name, tensor)
-                run_hooks(parameter)
+            set_gradients(gradients)
             if self.states is not None:
                 self.states.before(parameters)
-            for optimizer, groups in self._held(parameters):
-                _step(optimizer, groups, self._local if self._local.wanted(optimizer) else None)
+            for optimizer, groups in self._held(tuple(gradients.tensors), parameters):
+                _step(optimizer, groups, self._local if self._by_rows[optimizer] else None)
                 if self.states is not None:
                     self.states.after(optimizer, parameters)
         finally:
-            for parameter in parameters:
-                parameter.grad = None
+            with no_torch_function():
+                for parameter in parameters:
+                    parameter.grad = None
 
     def finish(self) -> None:
         """Step the optimizers for what has a gradient still: parameters that are not the model's.
@@ -107,21 +117,26 @@ class Updater:
             groups = optimizer.param_groups
             every = [group["params"] for group in groups]
             try:
-                for group in groups:
-                    group["params"] = [parameter for parameter in group["params"] if parameter.grad is not None]
+                with no_torch_function():
+                    for group in groups:
+                        group["params"] = [parameter for parameter in group["params"] if parameter.grad is not None]
                 optimizer.step()
             finally:
                 for group, params in zip(groups, every, strict=True):
                     group["params"] = params
 
-    def _held(self, parameters: Sequence[nn.Parameter]) -> list[tuple[Optimizer, dict[int, list[nn.Parameter]]]]:
-        """The optimizers that hold some of `parameters`, with these by the number of their group."""
-        result: dict[int, tuple[Optimizer, dict[int, list[nn.Parameter]]]] = {}
-        for parameter in parameters:
-            for optimizer, number in self._groups.get(id(parameter), ()):
-                _, groups = result.setdefault(id(optimizer), (optimizer, defaultdict(list)))
-                groups[number].append(parameter)
-        return list(result.values())
+    def _held(
+        self, names: tuple[str, ...], parameters: Sequence[nn.Parameter]
+    ) -> list[tuple[Optimizer, dict[int, list[nn.Parameter]]]]:
+        """The optimizers that hold some of `parameters`, called `names`, with these by the number of their group."""
+        if names not in self._steps:
+            result: dict[int, tuple[Optimizer, dict[int, list[nn.Parameter]]]] = {}
+            for parameter in parameters:
+                for optimizer, number in self._groups.get(id(parameter), ()):
+                    _, groups = result.setdefault(id(optimizer), (optimizer, defaultdict(list)))
+                    groups[number].append(parameter)
+            self._steps[names] = list(result.values())
+        return self._steps[names]
 
 
 def _step(optimizer: Optimizer, groups: dict[int, list[nn.Parameter]], local: LocalSteps | None = None) -> None:

@@ -80,7 +80,10 @@ class HostShards(Reserved):
         done = self._sending.record_event()
         return StreamWork(lambda: current_stream(self._model).wait_event(done), (arrived,))
 
-    def home(self, gradient: torch.Tensor) -> torch.Tensor:
+    def home(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: self._home(gradient) for name, gradient in gradients.items()}
+
+    def _home(self, gradient: torch.Tensor) -> torch.Tensor:
         if self._returning is None:
             return gradient.to(self.device, copy=True)
         host = torch.empty(gradient.shape, dtype=gradient.dtype, device=self.device, pin_memory=True)

@@ -30,7 +30,7 @@ from zcompile.runtime.tensors.owned import (
 )
 from zcompile.runtime.waits import Waits, is_of_collective
 from zcompile.torch_internals.dispatch import no_torch_function, subclasses_dispatched
-from zcompile.torch_internals.dtensor import copyable, local_tensor, with_local
+from zcompile.torch_internals.dtensor import all_laid_out_like, copyable, local_tensor, with_local
 from zcompile.torch_internals.optimizers import supports_foreach
 from zcompile.torch_internals.pytree import tree_leaves
 
@@ -149,6 +149,18 @@ def explain(tensor: DTensor, waits: Waits | None) -> ExplainedDTensor:
     assert isinstance(tensor, ExplainedDTensor), "its class was set"
     tensor.zcompile_waits = None if waits is None else weakref.ref(waits)
     return tensor
+
+
+def gradients_like(
+    parameters: Sequence[ExplainedDTensor], parts: Sequence[torch.Tensor], waits: Waits | None
+) -> list[ExplainedDTensor]:
+    """Gradients of parameters over these parts of this rank's, of the same shapes and dtypes."""
+    made: list[Any] = all_laid_out_like(parameters, parts, ExplainedDTensor)
+    reference = None if waits is None else weakref.ref(waits)
+    for gradient, parameter in zip(made, parameters, strict=True):
+        gradient.zcompile_waits = reference
+        gradient.zcompile_owner = parameter.zcompile_owner
+    return made
 
 
 def explain_results(func: Callable[..., Any], result: Any, given: Sequence[Any], waits: Waits | None) -> None:

@@ -37,7 +37,7 @@ from zcompile.runtime.tensors.explained import (
 from zcompile.runtime.tensors.owned import check_owned, keep_owner, owner_of, part_of
 from zcompile.runtime.tensors.placement import Placing
 from zcompile.runtime.waits import Waits
-from zcompile.torch_internals.dispatch import GRADIENT, STATE, no_torch_function
+from zcompile.torch_internals.dispatch import SET_GRADIENT, STATE, no_torch_function
 from zcompile.torch_internals.dtensor import local_tensor
 from zcompile.torch_internals.optimizers import supports_foreach
 from zcompile.torch_internals.pytree import tree_leaves, tree_map_only
@@ -102,7 +102,8 @@ class ShardedParameter(ExplainedDTensor):
             GroupError: naming the ranks that have not come, and the line that has called it.
             BackwardError: `torch.autograd.grad` asks for a gradient that a model's backward delivers to `.grad`.
         """
-        if func in STATE or (func in GRADIENT and owner_of(args[0]) is None and owner_of(args[-1]) is None):
+        drops = func == SET_GRADIENT and args[1] is None
+        if drops or func in STATE or (func == SET_GRADIENT and owner_of(args[0]) is owner_of(args[1]) is None):
             with no_torch_function():
                 return func(*args)
         if func == _SET_DATA:  # a new object each time

@@ -61,7 +61,7 @@ MUTATIONS = (
              ("train step, stage 3, alternating", "train step, stage 1, alternating")),
     Mutation(EXECUTOR, "if stream_number(ranks.device) != self.stream:",
              "if stream_number(ranks.device) == self.stream:", ("train step, stage 3, alternating",)),
-    Mutation(EXECUTOR, "                work.wait()\n            full =", "                pass\n            full =",
+    Mutation(EXECUTOR, "    work.wait()\n            if is_alone", "    pass\n            if is_alone",
              ("stage 3, parameters", "one rank, parameters")),
     Mutation("runtime/recorder.py", "work.wait()\n        waited", "pass\n        waited", ("stage 3",)),
     Mutation(EXECUTOR, "kept, copies=True)", "kept, copies=False)", ("train step, stage 3, writing",)),

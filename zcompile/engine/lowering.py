@@ -98,6 +98,7 @@ class CompiledStep(LoadedProgram, StepPrograms):
         self.rewritten, self._updates = rewritten, updater is not None
         groups = list(grouped(program.saved(), bundles_of(program)))
         self._groups = [len(one.members) if isinstance(one, Bundle) else None for one in groups]
+        """Of what the text of the backward calls by one name: how many values; None for one that is no list."""
         self.saved: Sequence[fx.Node] = [
             node for one in groups for node in (one.members if isinstance(one, Bundle) else [one])
         ]
@@ -112,6 +113,10 @@ class CompiledStep(LoadedProgram, StepPrograms):
         self._read = _parameters_read(program, Phase.BACKWARD)
         self.reread: Sequence[int] = [rewritten.primals.index(name) for name in self._read]
         self._kept = [op_of(node, WaitGather).unit for node in program.kept()]
+        units = [(program.layout.unit_of(name), name) for name in self._read]
+        kept = {unit: place for place, unit in enumerate(self._kept)}
+        self._carries = [(kept.get(unit.name), unit.index(name)) for unit, name in units]
+        """Of each parameter that the backward reads: which of the kept units has it, and where in that."""
         self._agreed = False
         self._digest = program.digest()
         self._communicates = {phase: program.phase(phase).volume() > 0 for phase in program.phases}
@@ -170,7 +175,7 @@ class CompiledStep(LoadedProgram, StepPrograms):
 
     def _run_forward(self, box: list[Any]) -> list[Any]:
         lockstep = self.runtime.lockstep
-        kind = RunKind.FORWARD if self.program.has_backward else RunKind.EVALUATION
+        kind = RunKind.EVALUATION if self._backward is None else RunKind.FORWARD
         lockstep.enter_tensor_parallel(kind)
         freshness, uses_copies = self.runtime.freshness, self._has_copies
         if self._communicates[Phase.FORWARD] or uses_copies:  # the ranks may have to compare these
@@ -208,12 +213,10 @@ class CompiledStep(LoadedProgram, StepPrograms):
 
     def _carried(self, full: Sequence[Full], placeholders: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What is saved as the parameters that the backward reads: kept full ones, else the placeholders."""
-        kept = dict(zip(self._kept, full, strict=True))
-        carried = []
-        for name, placeholder in zip(self._read, placeholders, strict=True):
-            unit = self.program.layout.unit_of(name)
-            carried.append(kept[unit.name][unit.index(name)] if unit.name in kept else placeholder)
-        return carried
+        return [
+            placeholder if kept is None else full[kept][place]
+            for (kept, place), placeholder in zip(self._carries, placeholders, strict=True)
+        ]
 
     @torch.no_grad()
     def backward(self, box: list[Any]) -> list[Any]:
@@ -227,7 +230,7 @@ class CompiledStep(LoadedProgram, StepPrograms):
         if kinds is not None:
             tangents = self._tangents.filled(tangents, kinds, blank=self.runtime.recordings.current is None)
         box.clear()
-        saved = [next(sizes if is_size else tensors) for is_size in self._is_size]
+        saved = [next(sizes if is_size else tensors) for is_size in self._is_size] if first else [*tensors]
         values = [*self._kept_full(carried), *self._regrouped(saved), *tangents]
         del saved, carried, tangents, tensors, sizes
         run = self._backward if self.runtime.delivery.synchronises else self._accumulating()
@@ -265,8 +268,13 @@ class CompiledStep(LoadedProgram, StepPrograms):
 
     def _regrouped(self, saved: list[Any]) -> list[Any]:
         """What the backward's text unboxes of `saved`, which is emptied: lists where it calls several by one name."""
-        values = iter(_drained(saved))
-        return [next(values) if count is None else [next(values) for _ in range(count)] for count in self._groups]
+        result, start = list[Any](), 0
+        for count in self._groups:
+            end = start + (1 if count is None else count)
+            result += saved[start:end] if count is None else [saved[start:end]]
+            start = end
+        saved.clear()
+        return result
 
     def _accumulating(self) -> Callable[[list[Any]], Any]:
         """The backward that holds gradients back; made when it is first needed."""

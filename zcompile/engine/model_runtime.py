@@ -175,7 +175,9 @@ class ModelRuntime:
 
     def names(self) -> dict[int, str]:
         """The names of its parameters, by the identity of their shards."""
-        return {id(param): name for shards in self.shards.values() for name, param in shards.parameters.items()}
+        units = self.shards.values()
+        ids = map(id, [param for unit in units for param in unit.parameters.values()])
+        return dict(zip(ids, [name for unit in units for name in unit.parameters], strict=True))
 
     def keep_states(self, place: Path | Literal["cpu"] | None, updater: Updater | None) -> None:
         """Let the optimizers' state be where `offload_optimizer=` wants it. Collective.
@@ -243,7 +245,7 @@ class ModelRuntime:
             )
             raise OptionError("offload_parameters", problem, "compute in bfloat16, or leave it out")
         spread = (float16 or self.scales) and self.layout.stage.optimizer_sharded and self.layout.world > 1
-        call = ModelCall(self.version, self.delivery, self._returned, may_overflow=spread)
+        call = ModelCall(self.freshness.version, self.delivery, self._returned, may_overflow=spread)
         self.recorder.begin_call(call.seen, trains=torch.is_grad_enabled())
         self.recordings.begin_call(call.seen, trains=torch.is_grad_enabled())
         return call
@@ -280,10 +282,6 @@ class ModelRuntime:
     def names_held(self) -> list[str]:
         """Parameters with gradients that `no_sync` holds back."""
         return [name for shards in self.shards.values() for name in shards.names_held()]
-
-    def version(self) -> int:
-        """A number that grows with every change of a parameter that an optimizer or autograd makes known."""
-        return self.freshness.steps + sum(shards.version() for shards in self.shards.values())
 
     def is_new(self, digest: str) -> bool:
         """True for the digest of a program on which the ranks have not agreed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,6 +21,7 @@ from zcompile.errors import OptimizerError, ParameterError
 from zcompile.model.sharding import Retired
 from zcompile.runtime.device import is_host
 from zcompile.runtime.gradients.local_steps import HookedStep, LocalSteps
+from zcompile.runtime.gradients.optimizer_trials import parameters_held
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.tensors.sharded_state import optimizer_state_of
 from zcompile.torch_internals.dispatch import no_torch_function
@@ -49,8 +50,10 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
         if optimizer not in watched:
             watched.add(optimizer)
             optimizer.register_state_dict_post_hook(_not_pickled)
-        bound = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
-        closure: Any = bound.arguments.get("closure")
+        closure: Any = None
+        if len(args) > 1 or kwargs:  # else there is the optimizer alone
+            bound = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
+            closure = bound.arguments.get("closure")
         if closure is None:
             _refuse_held(names, runtime)
         if (failed := stepping.pop(optimizer, None)) is not None:
@@ -88,7 +91,7 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
 def _names_in(optimizer: Optimizer, runtime: ModelRuntime) -> set[str]:
     """The model's parameters that the optimizer holds."""
     names = runtime.names()
-    return {names[key] for group in optimizer.param_groups for key in map(id, group["params"]) if key in names}
+    return {names[key] for key in map(id, parameters_held(optimizer)) if key in names}
 
 
 def _refuse_held(names: set[str], runtime: ModelRuntime) -> None:
@@ -129,11 +132,10 @@ def hooked(name: str) -> ParameterError:
 def _refuse_retired(optimizer: Optimizer, retired: Retired) -> None:
     """Raise OptimizerError for an optimizer of parameters that shards have taken the place of."""
     kind = type(optimizer).__name__
-    for param in parameters_held(optimizer):
-        if id(param) in retired:
-            problem = f"{kind} holds this parameter from before zcompile.compile; it has no memory any more"
-            fix = f"build it afterwards, {kind}(compiled.parameters(), ...), or give it to compile(optimizer=...)"
-            raise OptimizerError(retired[id(param)][1], problem, fix)
+    if found := [retired[key][1] for key in map(id, parameters_held(optimizer)) if key in retired]:
+        problem = f"{kind} holds this parameter from before zcompile.compile; it has no memory any more"
+        fix = f"build it afterwards, {kind}(compiled.parameters(), ...), or give it to compile(optimizer=...)"
+        raise OptimizerError(found[0], problem, fix)
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
@@ -198,12 +200,6 @@ def _called_by_scaler() -> bool:
     return False
 
 
-def parameters_held(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """The parameters of all groups of an optimizer."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def check_before_step(parameters: Iterable[tuple[str, torch.Tensor]], optimizers: Sequence[Optimizer]) -> None:
     """Refuse a train step that would go wrong; `optimizers`: those that use gradients as they arrive.
 
@@ -215,7 +211,8 @@ def check_before_step(parameters: Iterable[tuple[str, torch.Tensor]], optimizers
         if has_step_pre_hooks(optimizer):
             problem = f"{type(optimizer).__name__} has a hook before its step, which would find no gradients"
             raise OptimizerError("optimizer", problem, "use a hook behind the step")
-    for name, parameter in parameters:
-        if parameter.grad is not None:
-            fix = "call optimizer.step() or zero_grad() before the train step"
-            raise ParameterError(name, "has a gradient already, which the train step would not add to its own", fix)
+    with no_torch_function():
+        found = [name for name, parameter in parameters if parameter.grad is not None]
+    if found:
+        fix = "call optimizer.step() or zero_grad() before the train step"
+        raise ParameterError(found[0], "has a gradient already, which the train step would not add to its own", fix)

@@ -61,7 +61,9 @@ class Reports:
     def timelines(self) -> list[Timeline]:
         """The last few steps that have ended, oldest first."""
         rank, world = self.runtime.communicator.rank, self.runtime.communicator.size
-        return [Timeline.of(step, rank, world) for step in self.runtime.recorder.ended(self.runtime.version())]
+        return [
+            Timeline.of(step, rank, world) for step in self.runtime.recorder.ended(self.runtime.freshness.version())
+        ]
 
     def dump(
         self,

@@ -18,10 +18,12 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zcompile.engine.optimizers import check_before_step, parameters_held, scaled_bfloat16
+from zcompile.engine.optimizers import check_before_step, scaled_bfloat16
 from zcompile.errors import OptionError
 from zcompile.ir.actions import ActionTable
+from zcompile.runtime.gradients.optimizer_trials import parameters_held
 from zcompile.runtime.gradients.updates import Updater
+from zcompile.torch_internals.dispatch import no_torch_function
 from zcompile.torch_internals.dtensor import local_tensor
 from zcompile.torch_internals.optimizers import steps_of_scale
 from zcompile.torch_internals.pytree import tree_leaves
@@ -115,10 +117,13 @@ class BaseStep:
         if self._scaler is not None:
             self._scaler.update()
 
-    def _drop_gradients(self) -> None:
+    def _drop_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Drop those of the optimizers' parameters, and of the model's, some of which no optimizer may hold."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        self.model.zero_grad()  # of what no optimizer holds
+        with no_torch_function():
+            for parameter in parameters:
+                parameter.grad = None
 
 
 def has_metrics(result: object) -> bool:

@@ -187,11 +187,11 @@ class Message:
     numel: int
     wire: torch.dtype | None = None
 
-    @property
+    @cached_property
     def owner(self) -> int | None:
         return self.params[0].owner
 
-    @property
+    @cached_property
     def is_sharded(self) -> bool:
         return bool(self.params[0].shards)
 
@@ -203,6 +203,22 @@ class Message:
     @cached_property
     def shard_numels(self) -> list[int]:
         return [param.shard_numel for param in self.params]
+
+    def parts(self, rank: int | None) -> list[tuple[Param, slice, torch.Size]]:
+        """Of what has arrived each parameter's elements, and their shape: the rows of `rank`; for None, all of them."""
+        if rank not in self._parts:
+            found, start = [], 0
+            for param in self.params:
+                first, end = param.shard_rows(rank) if rank is not None else (0, param.shape[0] if param.shape else 1)
+                shape = torch.Size((end - first, *param.shape[1:])) if rank is not None else torch.Size(param.shape)
+                found.append((param, slice(start, start + (end - first) * param.row_numel), shape))
+                start += param.numel if rank is None else param.kept_numel(rank)
+            self._parts[rank] = found
+        return self._parts[rank]
+
+    @cached_property
+    def _parts(self) -> dict[int | None, list[tuple[Param, slice, torch.Size]]]:
+        return {}
 
     def gathered_bytes(self, ranks: int) -> int:
         """Bytes that arrive where `ranks` ranks send each other their shards."""

@@ -17,7 +17,7 @@ from zcompile.model.units import AUTOCAST
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.shards import ShardMemory, UnitShards
 from zcompile.torch_internals.autograd import post_accumulate_hooks
-from zcompile.torch_internals.modules import has_gradient_hooks
+from zcompile.torch_internals.modules import with_gradient_hooks
 from zcompile.torch_internals.pytree import tree_leaves, tree_map_only
 
 
@@ -32,7 +32,7 @@ def kinds_made(
 def check_unhooked(sites: Iterable[Site]) -> None:
     """Raise ParameterError for a parameter with hooks, which its conversion would lose."""
     for site in sites:
-        if has_gradient_hooks(site.shard) or post_accumulate_hooks(site.shard):
+        if with_gradient_hooks([site.shard]) or post_accumulate_hooks(site.shard):
             problem = "has hooks on its gradient, which a conversion would lose"
             raise ParameterError(site.name, problem, "convert the model first, and register them then")
 

@@ -20,7 +20,7 @@ from zcompile.cost.hardware import CPU, GPU, Hardware
 from zcompile.cost.memory import model_state
 from zcompile.engine.calibration import measure
 from zcompile.engine.model_runtime import ModelRuntime
-from zcompile.engine.optimizers import parameters_held, point_at_shards, watch_optimizers
+from zcompile.engine.optimizers import point_at_shards, watch_optimizers
 from zcompile.engine.reports import Reports
 from zcompile.engine.sharding_plan import Parts, bytes_of_model, layout_of
 from zcompile.engine.step_trace import CallSpec, StepTrace, changed_line
@@ -54,6 +54,7 @@ from zcompile.pipelining.ranks import PipelineRanks
 from zcompile.pipelining.reports import PipelineCode
 from zcompile.pipelining.run import PipelinedRun, StepResults
 from zcompile.runtime.device import free_bytes, is_gpu
+from zcompile.runtime.gradients.optimizer_trials import parameters_held
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.lockstep import RunKind

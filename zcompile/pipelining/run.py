@@ -86,7 +86,7 @@ class PipelinedRun(LoadedProgram):
     ) -> tuple[StepResult | None, Sequence[Gradients | InsideAverages]]:
         """What `step` gives, of a run that has begun."""
         runtime, ranks, updater = self.runtime, self.ranks, self._updater
-        version, recordings = runtime.version(), runtime.recordings
+        version, recordings = runtime.freshness.version(), runtime.recordings
         runtime.recorder.begin_call(version, trains=tangent is not None)
         recordings.begin_call(version, trains=tangent is not None)
         run = self._run if recordings.current is None else recordings.current.loaded(self._recorded)

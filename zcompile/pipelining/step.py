@@ -30,7 +30,7 @@ from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, checked_device
 from zcompile.runtime.agreement import preflight_barrier, propagate_failure
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.executor import Gradients, InsideAverages
-from zcompile.runtime.gradients.delivery import run_hooks
+from zcompile.runtime.gradients.delivery import set_gradients
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import ranks_of
 from zcompile.runtime.stage_links import StageLinks
@@ -141,7 +141,7 @@ class PipelinedStep(BaseStep, Savable, Reported):
                     optimizers = self.optimizers if self._scaler is None else self._checked_by(self._scaler, parameters)
                     self._step_optimizers(optimizers, partial(clip_together, parameters, self._ranks.links))
         finally:
-            self._drop_gradients()
+            self._drop_gradients(self.model.parameters())
         return results
 
     @briefly
@@ -259,16 +259,10 @@ class PipelinedStep(BaseStep, Savable, Reported):
 
 def deliver(gradients: Sequence[Gradients | InsideAverages]) -> list[nn.Parameter]:
     """Put averaged gradients into `.grad`; gives the parameters that have one now."""
-    found, home = [], [one if isinstance(one, Gradients) else one.gradients() for one in gradients]
+    home = [one if isinstance(one, Gradients) else one.gradients() for one in gradients]
     for memory in {one.shards.memory for one in home}:
         memory.landed()
-    for one in home:
-        for name, tensor in one.tensors.items():
-            parameter = one.shards.parameters[name]
-            parameter.grad = one.shards.gradient(name, tensor)
-            run_hooks(parameter)
-            found.append(parameter)
-    return found
+    return [parameter for one in home for parameter in set_gradients(one)]
 
 
 @torch.no_grad()

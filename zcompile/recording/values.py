@@ -157,7 +157,7 @@ def described(value: Any, note: Callable[[torch.Tensor], Tensor]) -> Described:
         case list() | tuple():
             return {"kind": "list", "items": listed(value)}
         case Gradients() | InsideAverages():
-            parts = value.tensors if isinstance(value, Gradients) else {one.name: part for one, part in value.parts()}
+            parts = value.tensors if isinstance(value, Gradients) else value.parts()
             held = isinstance(value, Gradients) and value.held
             return {"kind": "gradients", "names": list(parts), "held": held, "items": listed(list(parts.values()))}
         case BoundUnit():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
 from zcompile.torch_internals.dispatch import no_torch_function
+from zcompile.torch_internals.dtensor import local_values
 
 __all__ = ["compiled_autograd"]
 """What is passed on from torch as it is."""
@@ -23,6 +24,13 @@ __all__ = ["compiled_autograd"]
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written to, or a view of it."""
     return tensor._version
+
+
+def writes_to(tensors: Sequence[torch.Tensor]) -> int:
+    """How often tensors were written to, all together: of DTensors by themselves, and by their local tensors."""
+    locals_ = [local for tensor, local in zip(tensors, local_values(tensors), strict=True) if local is not tensor]
+    with no_torch_function():
+        return sum([tensor._version for tensor in (*tensors, *locals_)])
 
 
 def within_function_transform() -> bool:

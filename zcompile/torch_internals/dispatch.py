@@ -20,18 +20,12 @@ def outside_modes() -> contextlib.AbstractContextManager[Any]:
     return outside
 
 
-STATE = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in ("requires_grad", "is_leaf", "grad_fn", "_version", "_backward_hooks", "_post_accumulate_grad_hooks")
-)
-"""Functions that `__torch_function__` is called with for what has nothing to do with a tensor's values."""
-
-
-_GRAD: Any = torch.Tensor.grad
-
-
-GRADIENT = frozenset({_GRAD.__get__, _GRAD.__set__})
-"""Those for reads and writes of `.grad`."""
+_STATE = ["requires_grad", "is_leaf", "grad", "grad_fn", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"]
+STATE = frozenset(getattr(torch.Tensor, name).__get__ for name in _STATE)
+"""Functions that `__torch_function__` is called with for reads of what has nothing to do with a tensor's values."""
+_GRADIENT: Any = torch.Tensor.grad
+SET_GRADIENT = _GRADIENT.__set__
+"""That for writes of `.grad`."""
 
 
 no_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = DisableTorchFunctionSubclass

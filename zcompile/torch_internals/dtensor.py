@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,9 +28,35 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def local_values(values: Sequence[Any]) -> list[Any]:
+    """The values, with the local tensor itself in place of each DTensor: for thousands of them at once."""
+    sharded = map(isinstance, values, itertools.repeat(DTensor))
+    return [value._local_tensor if is_sharded else value for value, is_sharded in zip(values, sharded, strict=True)]
+
+
+def gradients_laid_out_alike(parameters: Iterable[DTensor], kind: type[DTensor]) -> list[torch.Tensor | None]:
+    """The local tensor of each parameter's gradient, if it is of `kind` and has the very layout of its parameter."""
+    pairs = [(parameter, parameter.grad) for parameter in parameters]
+    return [
+        grad._local_tensor if grad.__class__ is kind and grad._spec is parameter._spec else None
+        for parameter, grad in pairs
+    ]
+
+
 def mesh_size(tensor: torch.Tensor) -> int:
     """Ranks of the mesh that a DTensor lies on; 1 for a plain tensor."""
     return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
+
+
+def all_laid_out_like(
+    tensors: Sequence[DTensor], locals_: Sequence[torch.Tensor], kind: type[DTensor]
+) -> list[DTensor]:
+    """DTensors of `kind`, laid out like `tensors`, over other local tensors of the same shapes and dtypes.
+
+    Made by `__new__` alone, which is C++: around the `__init__` of DTensor, which does nothing, are ten calls.
+    """
+    make = functools.partial(DTensor.__new__, kind, requires_grad=False)
+    return [*map(make, locals_, [tensor._spec for tensor in tensors])]
 
 
 def give_up(parameter: torch.nn.Parameter) -> None:

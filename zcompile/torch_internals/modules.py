@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys  # what `load_state_dict` gives back
 
+from zcompile.torch_internals.dispatch import no_torch_function
+
 __all__ = ["LoadedKeys"]
 """What is passed on from torch as it is."""
 
@@ -17,6 +19,18 @@ __all__ = ["LoadedKeys"]
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The table of a module's own parameters, to read and to write: assignment by attribute would refuse tensors."""
     return module._parameters
+
+
+def parameters_at(places: Iterable[tuple[nn.Module, str]]) -> list[nn.Parameter | None]:
+    """What stands in each module under each name; None for nothing."""
+    tables = [(module._parameters, key) for module, key in places]
+    return [table[key] if key in table else None for table, key in tables]  # noqa: SIM401  # a call for each
+
+
+def put_parameters(places: Iterable[tuple[nn.Module, str]], values: Iterable[nn.Parameter | None]) -> None:
+    """Let the modules have these values under these names."""
+    for (module, key), value in zip(places, values, strict=True):
+        module._parameters[key] = value
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -103,11 +117,15 @@ _COUNTS_BYTES = "torch.distributed._tools.mem_tracker"
 """Its hooks count the bytes of a gradient; it has a second one on the same parameters, which runs."""
 
 
-def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """True if the user has called `register_hook` on it: such hooks see gradients that autograd carries, not ours."""
-    if not (hooks := parameter._backward_hooks):
-        return False
-    return any(not getattr(hook, "is_own", False) and hook.__module__ != _COUNTS_BYTES for hook in hooks.values())
+def with_gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters on which the user has called `register_hook`: such a hook sees what autograd carries, not ours."""
+    with no_torch_function():
+        hooked = [(parameter, hooks) for parameter in parameters if (hooks := parameter._backward_hooks)]
+    return [
+        parameter
+        for parameter, hooks in hooked
+        if any(not getattr(hook, "is_own", False) and hook.__module__ != _COUNTS_BYTES for hook in hooks.values())
+    ]
 
 
 def hook_tables(modules: Iterable[torch.nn.Module]) -> list[Mapping[int, Callable[..., Any]]]:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile.engine.calls.interceptors import MethodInterceptor, draws_in_place, intercepted_methods, taken_out
+from zcompile.engine.calls.interceptors import MethodInterceptor, draws_in_place, intercepted_methods, put, taken_out
 from zcompile.engine.calls.leaves import FullParameter, Leaf, Leaves, check_in_place, digest, write_back
 from zcompile.engine.calls.model_calls import ModelCall, tensors_in
 from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
@@ -46,7 +46,7 @@ from zcompile.runtime.lockstep import RunKind
 from zcompile.torch_internals.autograd import backward_number, version_of, within_transform
 from zcompile.torch_internals.dispatch import no_torch_function
 from zcompile.torch_internals.dtensor import with_local
-from zcompile.torch_internals.modules import has_gradient_hooks, hook_tables, parameters_of
+from zcompile.torch_internals.modules import hook_tables, parameters_at, put_parameters, with_gradient_hooks
 
 
 @dataclass(repr=False)
@@ -80,8 +80,7 @@ class Tree:
         self.reads = PlainReads(
             self.sites, self.root._gathered, functools.partial(write_back, runtime=self.engine.runtime)
         )
-        for interceptor in (*self.interceptors, *self.loading):
-            interceptor.put()
+        put((*self.interceptors, *self.loading))
 
     def run(self, fragment: Fragment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or a module of it; what its backward needs is watched."""
@@ -396,13 +395,13 @@ class Fragment:
         try:
             with no_torch_function():
                 for site in self.sites:
-                    site.placeholder.requires_grad_(site.shard.requires_grad)
-                    parameters_of(site.owner)[site.key] = site.placeholder
+                    if site.placeholder.requires_grad is not site.shard.requires_grad:
+                        site.placeholder.requires_grad = site.shard.requires_grad
+                _put(self.sites, [site.placeholder for site in self.sites])
             with taken_out(self._interceptors), self.tree.reads.aside():
                 yield
         finally:
-            for site, parameter in zip(self.sites, before, strict=True):
-                parameters_of(site.owner)[site.key] = parameter
+            _put(self.sites, before)
 
     @contextlib.contextmanager
     def _own_parameters_full(self) -> Iterator[None]:
@@ -459,27 +458,22 @@ class Fragment:
 
     def _check(self, sites: Sequence[Site]) -> list[nn.Parameter | None]:
         """What stands in the tree at `sites`: shards, or full parameters for the plain Python around this call."""
-        with no_torch_function():
-            found = next((site.name for site in sites if has_gradient_hooks(site.shard)), None)
-        if found is not None:
-            raise hooked(found)
-        result: list[nn.Parameter | None] = []
-        for site in sites:
-            current = parameters_of(site.owner).get(site.key)
+        if found := with_gradient_hooks([site.shard for site in sites]):
+            raise hooked(next(site.name for site in sites if site.shard is found[0]))
+        result = parameters_at([(site.owner, site.key) for site in sites])
+        for site, current in zip(sites, result, strict=True):
             if current is not site.shard and not isinstance(current, Leaf):
                 fix = "change its values in place: with torch.no_grad(): p.copy_(...)"
                 there: object = current
                 if there is not None and not isinstance(there, nn.Parameter):  # nothing else puts a tensor there
                     fix = "call torch.func.functional_call within compiled.unsharded()"
                 raise ParameterError(site.name, "was replaced or taken away after zcompile.compile", fix)
-            result.append(current)
         return result
 
 
 def _put(sites: Sequence[Site], values: Sequence[nn.Parameter | None]) -> None:
     """Let each of `sites` hold its value in the module tree."""
-    for site, value in zip(sites, values, strict=True):
-        parameters_of(site.owner)[site.key] = value
+    put_parameters([(site.owner, site.key) for site in sites], values)
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:

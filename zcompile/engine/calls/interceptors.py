@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -37,8 +37,8 @@ class MethodInterceptor:
     def __init__(self, module: nn.Module, key: str, enter: Enter) -> None:
         self.module, self.key, self.enter = module, key, enter
         self._enter = torch.compiler.disable(enter, reason="it is compiled by zcompile already")
-        self._before = vars(module).get(key, _MISSING)
-        self._is_out = True
+        self.before = vars(module).get(key, _MISSING)
+        self.is_out = True
         self.method: Callable[..., Any] = getattr(module, key)
         """What it stands for."""
         self.__name__, self.__doc__ = key, self.method.__doc__
@@ -46,24 +46,7 @@ class MethodInterceptor:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Who has wrapped it calls it where interceptors are taken out, too, as torch.compile does while it traces.
-        return self.method(*args, **kwargs) if self._is_out else self._enter(self, args, kwargs)
-
-    def put(self) -> None:
-        """Be what the module has under its name, where that is what it was."""
-        self._is_out, held = False, vars(self.module)
-        now = held.get(self.key, _MISSING)
-        if now is self._before or now == self.method:  # what was taken from the module and put back
-            held[self.key] = self
-
-    def take_out(self) -> bool:
-        """Let the module have what it had, unless that was changed since; False if the interceptor was out already."""
-        was_in, self._is_out, held = not self._is_out, True, vars(self.module)
-        if held.get(self.key) is self:
-            if self._before is _MISSING:
-                del held[self.key]
-            else:
-                held[self.key] = self._before
-        return was_in
+        return self.method(*args, **kwargs) if self.is_out else self._enter(self, args, kwargs)
 
     def __deepcopy__(self, _: object) -> NoReturn:
         fix = "copy the model before zcompile.compile"
@@ -77,12 +60,30 @@ class MethodInterceptor:
 @contextlib.contextmanager
 def taken_out(interceptors: Sequence[MethodInterceptor]) -> Iterator[None]:
     """Inside, modules are as they were without these interceptors; those that were out before stay out afterwards."""
-    taken = [interceptor for interceptor in interceptors if interceptor.take_out()]
+    taken = [interceptor for interceptor in interceptors if not interceptor.is_out]
+    for interceptor in taken:
+        held, interceptor.is_out = interceptor.module.__dict__, True
+        if interceptor.key in held and held[interceptor.key] is interceptor:  # it was not changed since
+            if interceptor.before is _MISSING:
+                del held[interceptor.key]
+            else:
+                held[interceptor.key] = interceptor.before
     try:
         yield
     finally:
-        for interceptor in taken:
-            interceptor.put()
+        put(taken)
+
+
+def put(interceptors: Iterable[MethodInterceptor]) -> None:
+    """Let each module have its interceptor, where it has what it had before.
+
+    A model has hundreds, and does this in each call: without calls of Python's for each.
+    """
+    for interceptor in interceptors:
+        held, interceptor.is_out = interceptor.module.__dict__, False
+        now = held[interceptor.key] if interceptor.key in held else _MISSING  # noqa: SIM401  # a call for each
+        if now is interceptor.before or now == interceptor.method:  # what was taken from the module and put back
+            held[interceptor.key] = interceptor
 
 
 def intercepted_methods(module: nn.Module) -> Iterator[str]:

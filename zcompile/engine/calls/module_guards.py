@@ -26,7 +26,9 @@ class TreeWatch:
 
     def has_changed(self) -> bool:
         """True if the tree is another one than was last accepted."""
-        return any(held["_modules"] != below or len(held["_parameters"]) != count for held, below, count in self._seen)
+        attributes, below, counts = self._seen
+        now = [held["_modules"] for held in attributes]
+        return now != below or [*map(len, [held["_parameters"] for held in attributes])] != counts
 
     def accept(self) -> None:
         """Take the tree as it is now."""
@@ -34,9 +36,11 @@ class TreeWatch:
         self._seen = _tree(self.model)
 
 
-def _tree(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, nn.Module | None], int]]:
-    """Of each module: its attributes, the modules right below it, and the number of its parameters."""
-    return [(vars(module), dict(submodules_of(module)), len(parameters_of(module))) for module in model.modules()]
+def _tree(model: nn.Module) -> tuple[list[dict[str, Any]], list[dict[str, nn.Module | None]], list[int]]:
+    """Of all modules: their attributes, the modules right below each, and the number of its parameters."""
+    modules = [*model.modules()]
+    below = [dict(submodules_of(module)) for module in modules]
+    return [vars(module) for module in modules], below, [len(parameters_of(module)) for module in modules]
 
 
 class HookWatch:
