@@ -298,12 +298,12 @@ def check_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> None:
         alone = f"of DeviceMesh.from_group([{', '.join(groups)}], {own}, mesh=..., mesh_dim_names=...)"
         alone += ", before parallelize_module" if tensor is not None else ""
     problem = f"is {mesh}, a dimension of {root}: ranks that differ in another one would train apart, each on its own"
-    ranks = f"that mesh itself, {ranks}" if _names_replicas(root) else ranks
+    ranks = f"that mesh itself, {ranks}" if names_replicas(root) else ranks
     fix = f"give {ranks}, or none; where they have other models, such as pipeline stages, a mesh without them: {alone}"
     raise GroupError("mesh", problem, fix)
 
 
-def _names_replicas(mesh: DeviceMesh) -> bool:
+def names_replicas(mesh: DeviceMesh) -> bool:
     """True for a mesh of two dimensions that shards can repeat along."""
     try:
         return mesh.ndim > 1 and bool(data_axes(mesh))

@@ -24,9 +24,9 @@ from zcompile.runtime.groups import (
     as_one,
     axes_of_mesh,
     check_inside,
-    data_axes,
     default_device,
     duplicate_group,
+    names_replicas,
 )
 from zcompile.runtime.stage_links import Route, StageLinks
 from zcompile.schedule.option_checks import check_dimensions
@@ -148,7 +148,7 @@ def checked_device(model: nn.Module, mesh: DeviceMesh, options: Options) -> torc
     tensor, names = check_divided(model), list(mesh.mesh_dim_names or ())
     data, parts = _data_names(mesh, tensor), [] if tensor is None else [_name_of(tensor)]
     kind = repr(mesh.device_type)
-    if data not in ((), (DATA,)) and not _names_replicas(mesh, data):
+    if data not in ((), (DATA,)) and not (len(data) == 2 and names_replicas(mesh[data])):
         others = [name for name in data if name != DATA]
         problem = f"is {mesh}: a pipeline is not combined with {', '.join(map(repr, others))}"
         fix = f"give init_device_mesh({kind}, (stages, ranks), mesh_dim_names=('pp', 'dp')), or of two levels"
@@ -176,14 +176,6 @@ def checked_device(model: nn.Module, mesh: DeviceMesh, options: Options) -> torc
 def _data_names(mesh: DeviceMesh, tensor: DeviceMesh | None) -> tuple[str, ...]:
     """The dimensions whose ranks have other data: all but those of stages and of tensor parallelism."""
     return tuple(name for name in mesh.mesh_dim_names or () if name not in (PIPELINE, _name_of(tensor)))
-
-
-def _names_replicas(mesh: DeviceMesh, data: tuple[str, ...]) -> bool:
-    """True for two dimensions, one of which repeats the shards that the other one divides."""
-    try:
-        return len(data) == 2 and bool(data_axes(mesh[data]))
-    except GroupError:
-        return False
 
 
 def _name_of(tensor: DeviceMesh | None) -> str:
