@@ -105,20 +105,19 @@ class OutsideGather:
     """Secondary shards in flight: where they are to be, and where each message arrives, encoded or as it is."""
 
     bound: BoundUnit
+    ranks: AxisCommunicator
     secondary: Secondary
     arrivals: Sequence[tuple[torch.Tensor, AsyncWork]]
     keep: bool
 
     def wait(self) -> torch.Tensor:
         """The secondary shards of the unit, as the bytes of one tensor."""
-        ranks = self.bound.shards.communicator.outside
         for (message, tensor), (arrived, work) in zip(self.secondary.messages, self.arrivals, strict=False):
-            assert ranks is not None, "what is gathered outside is so along the outer axis"
-            _land(work, "all_gather", self.bound.unit.name, ranks, arrived.nbytes, ranks.axis)
+            _land(work, "all_gather", self.bound.unit.name, self.ranks, arrived.nbytes, self.ranks.axis)
             if message.wire is not None:  # this rank's own shard is decoded, too
-                rows = arrived.view(ranks.size, -1)
+                rows = arrived.view(self.ranks.size, -1)
                 decoded = decode_shards(rows, message.shard_numels, message.wire, tensor.dtype)
-                tensor.view(ranks.size, -1).copy_(decoded)
+                tensor.view(self.ranks.size, -1).copy_(decoded)
         self.arrivals = ()
         if self.keep:
             self.bound.shards.secondary[self.bound.unit.names] = self.secondary
@@ -136,7 +135,7 @@ class Reduction:
     """Those over which it averages."""
 
     def wait(self, *, added: bool = False) -> Gradients | InsideAverages:
-        """The averaged gradients; of two axes those over the inner one, until they have been averaged over both.
+        """The averaged gradients; of several axes those over the inner ones, until they have been averaged over all.
 
         `added`: they are on the device, in the dtypes of their parameters, to be added up there.
         """
@@ -153,7 +152,7 @@ class Reduction:
             _land(work, operation, self.bound.unit.name, self.ranks, payload, "" if inside else self.ranks.axis)
         landed = [(one, arrived) for one, arrived, _ in self.arrivals]
         self.arrivals = []
-        if inside and communicator.outside is not None:
+        if self.ranks is not communicator.axes[-1]:
             return InsideAverages(self.bound, landed, self.scattered, communicator.parts if self.scattered else 1)
         averages = InsideAverages(self.bound, landed, self.scattered)
         if not added:
@@ -166,7 +165,7 @@ class Reduction:
 class InsideAverages:
     """Averaged gradients of a unit on the device, per message as they were sent.
 
-    They are those over the inner one of two axes, or of micro-batches that are added up.
+    They are those over the inner ones of several axes, or of micro-batches that are added up.
     """
 
     bound: BoundUnit
@@ -256,9 +255,10 @@ def _gather_outside(
         # later work while what is gathered from it on this one is still being sent.
         if stream_number(device) != kept.stream:
             kept.memory.record_stream(current_stream(device))
-        return OutsideGather(bound, kept, (), keep)
+        return OutsideGather(bound, outside, kept, (), keep)
     if (full := bound.kept) is not None and not full.is_stale:
-        return OutsideGather(bound, Secondary(torch.empty(0, dtype=torch.uint8, device=device), []), (), keep=False)
+        nothing = Secondary(torch.empty(0, dtype=torch.uint8, device=device), [])
+        return OutsideGather(bound, outside, nothing, (), keep=False)
     return _start_outside(bound, outside, keep=keep, dtype=dtype, wire=wire)
 
 
@@ -277,7 +277,7 @@ def _start_outside(
         sent = [shards.sent(message) for message, _ in secondary.messages]
         sent = sent_in_place(sent, arrived, [None] * len(sent), outside, always=shards.memory.is_away)
         works = outside.collectives.all_gather_many(arrived, sent)
-    return OutsideGather(bound, secondary, list(zip(arrived, works, strict=True)), keep)
+    return OutsideGather(bound, outside, secondary, list(zip(arrived, works, strict=True)), keep)
 
 
 def _secondary_of(
@@ -296,9 +296,9 @@ def _secondary_of(
 def gathered(bound: BoundUnit) -> Full:
     """The full parameters of a unit, now: for code that runs outside of a program."""
     communicator, dtype, secondary = bound.shards.communicator, bound.unit.compute_dtype, None
-    if communicator.outside is not None and communicator.parts > 1 and bound.unit.is_sharded:
-        wire = bound.unit.outer_gather_dtype
-        secondary = _start_outside(bound, communicator.outside, keep=False, dtype=dtype, wire=wire).wait()
+    if communicator.parts > 1 and bound.unit.is_sharded:
+        (outside,), wire = communicator.outside, bound.unit.outer_gather_dtype
+        secondary = _start_outside(bound, outside, keep=False, dtype=dtype, wire=wire).wait()
     return _start(bound, False, dtype, None, secondary=secondary).wait()
 
 
@@ -458,13 +458,13 @@ def _reduce_outside(
 
 def average(bound: BoundUnit, grads: list[torch.Tensor | None], *, scattered: bool) -> Gradients:
     """The averages of gradients over all ranks, now: for those that are reduced outside of a program."""
-    reduce, communicator = reduce_scatter if scattered else all_reduce, bound.shards.communicator
-    dtype = bound.unit.reduction_dtype
-    averages = reduce(bound, grads, dtype=dtype).wait()
-    if isinstance(averages, InsideAverages):
-        reduce = reduce_scatter if scattered and communicator.parts > 1 else all_reduce
-        averages = reduce(bound, averages, communicator.outside, dtype=dtype, wire=bound.unit.outer_dtype).wait()
-    assert isinstance(averages, Gradients), "there are two axes at most"
+    communicator, dtypes = bound.shards.communicator, (bound.unit.reduction_dtype, bound.unit.outer_dtype)
+    averages: Any = grads
+    for outside in (None, *communicator.outside):
+        scatters = scattered and (outside is None or communicator.parts > 1)
+        reduce = reduce_scatter if scatters else all_reduce
+        averages = reduce(bound, averages, outside, dtype=dtypes[0], wire=dtypes[1]).wait()
+    assert isinstance(averages, Gradients), "they are averaged over all axes"
     return averages
 
 

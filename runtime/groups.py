@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zcompile.errors import GroupError
 from zcompile.ir.axis import DATA, Axis, AxisKind
-from zcompile.ir.layout import Hybrid
+from zcompile.ir.layout import Hybrid, Layout
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.backend_collectives import BackendCollectives
 from zcompile.runtime.collectives import Collectives, Member
@@ -61,10 +61,6 @@ class Communicator(AxisCommunicator):
         hybrid: What the two dimensions divide.
     """
 
-    outside: AxisCommunicator | None = None
-    """The ranks of the outer axis, if there are two."""
-    _inside: AxisCommunicator | None = None
-
     def __init__(self, mesh: DeviceMesh, device: torch.device, hybrid: Hybrid = Hybrid.HSDP) -> None:
         forget_meshes()
         super().__init__(as_one(mesh), device)
@@ -76,16 +72,25 @@ class Communicator(AxisCommunicator):
         elif self.size > 1 and not self.is_fake:
             hosts = connected_hosts(self.waits.name("control"), self.group, device)
             self.control = GlooCollectives(replace(self._member, traffic=TrafficMeter()), hosts)
-        if mesh.ndim > 1:
-            axes = {kind: AxisCommunicator(mesh[name], device, self) for kind, name in data_axes(mesh).items()}
-            self._inside, self.outside = axes[AxisKind.SHARD], axes[AxisKind.REPLICATE]
-        self.parts: int = 1 if hybrid is Hybrid.HSDP or self.outside is None else self.outside.size
+        layout = Layout((), axes=axes_of_mesh(mesh), hybrid=hybrid)
+        axes = layout.averaged if mesh.ndim > 1 else ()
+        self._parts: list[AxisCommunicator] = [AxisCommunicator(mesh[axis.name], device, self) for axis in axes]
+        self.parts: int = layout.parts
         """How many primary shards a secondary one has; 1 where there are none."""
 
     @property
     def inside(self) -> AxisCommunicator:
         """The ranks among which parameters are gathered."""
-        return self if self._inside is None else self._inside
+        return self.axes[0]
+
+    @property
+    def outside(self) -> list[AxisCommunicator]:
+        """The ranks of the outer axes, the nearest first."""
+        return self._parts[1:]
+
+    def along(self, axis: str) -> AxisCommunicator:
+        """Those of the outer axis of that name."""
+        return next(part for part in self.outside if part.axis == axis)
 
     @property
     def dividing(self) -> AxisCommunicator:
@@ -128,12 +133,8 @@ class Communicator(AxisCommunicator):
 
     @property
     def axes(self) -> list[AxisCommunicator]:
-        """The groups along each axis, neighbours first."""
+        """The groups along each axis: that which shards, then those outside."""
         return self._parts or [self]
-
-    @property
-    def _parts(self) -> list[AxisCommunicator]:
-        return [part for part in (self._inside, self.outside) if part is not None]
 
 
 def broadcast(
@@ -214,15 +215,15 @@ def ranks_of(mesh: DeviceMesh | None) -> list[int]:
     return list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
 
 
-def data_axes(mesh: DeviceMesh) -> dict[AxisKind, str]:
-    """The names of a mesh's dimensions by what they are for, in their order.
+def data_axes(mesh: DeviceMesh) -> dict[str, AxisKind]:
+    """What a mesh's dimensions are for, by their names, in their order.
 
     Raises:
         GroupError: of several dimensions, none or more than one shards, or repeats shards, by its name.
     """
     names = mesh.mesh_dim_names or (DATA,)
     if mesh.ndim == 1:
-        return {AxisKind.SHARD: names[0]}
+        return {names[0]: AxisKind.SHARD}
     kinds = [next((kind for kind in _DATA_KINDS if name.rpartition("_")[2] == kind), None) for name in names]
     if sorted(kinds, key=str) != sorted(_DATA_KINDS) or len(names) != mesh.ndim:
         problem = (
@@ -231,7 +232,7 @@ def data_axes(mesh: DeviceMesh) -> dict[AxisKind, str]:
         example = f"init_device_mesh({mesh.device_type!r}, (nodes, gpus), mesh_dim_names=('replicate', 'shard'))"
         fix = f"call them so, as in {example}, or name_replicate and name_shard; or give a mesh of one dimension"
         raise GroupError("mesh", problem, fix)
-    return {AxisKind(kind): name for kind, name in zip(kinds, names, strict=True) if kind is not None}
+    return {name: kind for name, kind in zip(names, kinds, strict=True) if kind is not None}
 
 
 _DATA_KINDS = (AxisKind.REPLICATE, AxisKind.SHARD)
@@ -239,7 +240,7 @@ _DATA_KINDS = (AxisKind.REPLICATE, AxisKind.SHARD)
 
 def repeats_outside(mesh: DeviceMesh) -> bool:
     """True if, of two dimensions, the first one repeats shards: those of a secondary shard then follow each other."""
-    return mesh.ndim == 1 or next(iter(data_axes(mesh))) is AxisKind.REPLICATE
+    return mesh.ndim == 1 or [*data_axes(mesh).values()] == [*_DATA_KINDS]
 
 
 def check_inside(mesh: DeviceMesh, hybrid: Hybrid) -> None:
@@ -269,7 +270,7 @@ def axes_of_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> tuple[Ax
     """The axes of the data-parallel mesh, and of the one over which tensor parallelism divides the model behind it."""
     parts = 1 if tensor is None else tensor.size()
     found, stride = list[Axis](), parts
-    for kind, name in reversed(data_axes(mesh).items()):
+    for name, kind in reversed(data_axes(mesh).items()):
         size = mesh.size() if mesh.ndim == 1 else mesh[name].size()
         found.insert(0, Axis(name, kind, size, stride))
         stride *= size

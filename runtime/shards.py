@@ -396,10 +396,10 @@ class UnitShards:
                         mine = self.as_gathered([param], kept.dtype)[: kept.numel()].view_as(kept)
                     result.append(torch.ne(kept, mine).any())
         for secondary in self.secondary.values():
-            assert self.communicator.outside is not None, "they are gathered along the outer axis"
-            place, parts = self.communicator.outside.rank, self.communicator.parts
+            (outside,) = self.communicator.outside
             for message, sent in secondary.messages:
-                result.append(torch.ne(sent.view(parts, -1)[place], self.as_gathered(message.params, sent.dtype)).any())
+                mine = sent.view(outside.size, -1)[outside.rank]
+                result.append(torch.ne(mine, self.as_gathered(message.params, sent.dtype)).any())
         for gather in self.ahead.values():
             result += [
                 torch.ne(sent, self.wire(message.params).to(sent, non_blocking=True)).any()

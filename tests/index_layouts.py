@@ -215,10 +215,12 @@ class LocalCommunicator(LocalAxis, Communicator):
     def __init__(self, switch: Switch, rank: int, inside: Switch | None = None, outside: Switch | None = None) -> None:
         super().__init__(switch, rank, "dp")
         self.mesh = DeviceMesh("cpu", torch.arange(switch.size), _init_backend=False, _rank=rank)
-        self.control, self.parts = None, 1
+        self.control, self.parts, self._parts = None, 1, []
         if inside is not None and outside is not None:
-            self._inside = LocalAxis(inside, rank % inside.size, "shard")
-            self.outside = LocalAxis(outside, rank // inside.size, "replicate")
+            self._parts = [
+                LocalAxis(inside, rank % inside.size, "shard"),
+                LocalAxis(outside, rank // inside.size, "replicate"),
+            ]
             self.parts = outside.size
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -395,7 +397,8 @@ def gathering(case: Case, bound: BoundUnit) -> Steps[list[str]]:
         secondary = None
         if case.outer > 1 and case.unit.is_sharded:
             wire = case.unit.outer_gather_dtype
-            outside = all_gather(bound, bound.shards.communicator.outside, keep=not keeps, dtype=case.dtype, wire=wire)
+            (ranks,) = bound.shards.communicator.outside
+            outside = all_gather(bound, ranks, keep=not keeps, dtype=case.dtype, wire=wire)
             yield
             secondary = wait(outside)
             assert isinstance(secondary, torch.Tensor)
@@ -437,7 +440,7 @@ def reducing(case: Case, bound: BoundUnit, *, scattered: bool) -> Steps[list[str
     result = wait(reduction)
     if isinstance(result, InsideAverages):
         reduce = reduce_scatter if scattered else all_reduce
-        reduction = reduce(bound, result, bound.shards.communicator.outside, dtype=case.reduce_dtype)
+        reduction = reduce(bound, result, *bound.shards.communicator.outside, dtype=case.reduce_dtype)
         yield
         result = wait(reduction)
     assert isinstance(result, Gradients)

@@ -57,7 +57,7 @@ class Placing:
 def along(param: Param, mesh: DeviceMesh) -> Placing:
     """The placing of shards over the data-parallel mesh alone."""
     shards = {AxisKind.SHARD: Shard(0)} if param.shards else {}
-    placements = tuple(shards.get(kind, Replicate()) for kind in data_axes(mesh))
+    placements = tuple(shards.get(kind, Replicate()) for kind in data_axes(mesh).values())
     return Placing(mesh, placements, torch.Size(param.shape), averaged=mesh.ndim, owner=param.owner)
 
 

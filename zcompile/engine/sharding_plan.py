@@ -160,7 +160,7 @@ def choose_shard(
         OptionError: no layout goes with the other options.
         AgreementError: ranks have asked for other options, or have another mesh or model.
     """
-    if data.outside is None:
+    if not data.outside:
         return replace(asked, shard=None), []
     others = () if parallel is None else (parallel.mesh, parallel.ranks)
     tensor, everyone = (Communicator(one, data.device) for one in others) if others else (None, None)

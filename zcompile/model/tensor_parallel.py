@@ -140,7 +140,7 @@ def _joint(data: DeviceMesh | None, model: DeviceMesh) -> tuple[DeviceMesh, Devi
         ranks = joint.mesh.flatten()
         if not torch.equal(ranks, ranks.sort().values):  # torch does not reduce over dimensions in another order
             raise ValueError("it comes behind it")
-        return joint, flattened(joint), tuple(data_axes(data))
+        return joint, flattened(joint), tuple(data_axes(data).values())
     except (RuntimeError, KeyError, ValueError) as error:
         fix = f"{fix}, the data-parallel one before it, as in init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
         raise GroupError("mesh", f"is no dimension beside {model}: {error}", fix) from error

@@ -133,7 +133,7 @@ class PipelinedRun(LoadedProgram):
         if (fixed := self._fixed(self.program, node)) is not None:
             return fixed
         if isinstance(op, Group):
-            return self.ranks.links if op.axis == self.ranks.links.axis else self.ranks.data.outside
+            return self.ranks.links if op.axis == self.ranks.links.axis else self.ranks.data.along(op.axis)
         if isinstance(op, OffloadStore):
             return self.runtime.offloads[op]
         assert isinstance(op, Input), "a step is given units, groups, a place for activations and inputs"
