@@ -131,8 +131,7 @@ def _secondary(program: Program, shards: fx.Node, call: fx.Node) -> fx.Node:
     for node in program.nodes(WaitSecondary):
         if op_of(node, WaitSecondary).unit == unit:
             return node
-    axis = layout.replicated
-    assert axis is not None, "secondary shards are gathered along the outer axis"
+    (axis,) = layout.outside
     dtype, wire = layout.unit(unit).compute_dtype, layout.unit(unit).outer_gather_dtype
     op = GatherOutside(unit, axis.name, layout.keeps_secondary, dtype, wire)
     phase = data(call).phase

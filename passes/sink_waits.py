@@ -27,18 +27,15 @@ from zcompile.ir.program import Program
 def sink_waits(program: Program, *, depth: int = 1, consumed: bool = False) -> Program:
     """Move the wait of each reduction before the start of the one `depth` later, or to the end."""
     program = program.copy()
-    reductions = program.nodes(Reduce)
     (end,) = program.nodes(Results)
-    for index, reduction in enumerate(reductions):
-        bounded = consumed or op_of(reduction, Reduce).scatter
-        anchor = _later(reductions, index + depth, end) if bounded else end
-        wait = wait_of(reduction)
-        for node in (wait, *_replicas_of(wait), *_sums_with(wait)):
-            anchor.prepend(node)
-    replicas = [node for node in program.nodes(Averaging) if node not in reductions]
-    for index, reduction in enumerate(replicas):
-        anchor = _later(replicas, index + depth, end) if consumed else end
-        anchor.prepend(wait_of(reduction))
+    for axis in program.layout.averaged:
+        along = [node for node in program.nodes(Averaging) if op_of(node, Averaging).over(program.layout) is axis]
+        for index, reduction in enumerate(along):
+            bounded = consumed or (isinstance(op := data(reduction).op, Reduce) and op.scatter)
+            anchor = _later(along, index + depth, end) if bounded else end
+            wait = wait_of(reduction)
+            for node in (wait, *_replicas_of(wait), *_sums_with(wait)):
+                anchor.prepend(node)
     return program
 
 

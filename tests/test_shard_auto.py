@@ -133,7 +133,7 @@ def compiled_by(rank: int, how: str, shape: tuple[int, int]) -> tuple[str, str, 
             model(*batch("mlp", rank, number)).backward()
             update(optimizer)
     layout = model.layout
-    shard = "flat" if layout.replicated is None else str(layout.hybrid)
+    shard = str(layout.hybrid) if layout.outside else "flat"
     beside = {key: options[key] for key in options if key in ("whole", "outer_dtype", "outer_gather_dtype")}
     return shard, model.explain(), differing(parameters(model), train(rank, "mlp", shape, shard=shard, **beside))
 
@@ -168,7 +168,7 @@ def test_the_backend_chooses_by_the_parameters_of_the_first_graph(ranks: Ranks) 
 
 @on_ranks(2)
 def test_a_mesh_of_one_dimension_leaves_nothing_to_choose(rank: int) -> None:
-    assert zcompile.compile(make("mlp"), shard="auto", backend="eager").layout.replicated is None
+    assert zcompile.compile(make("mlp"), shard="auto", backend="eager").layout.outside == ()
 
 
 def some_ask(rank: int) -> str:

@@ -149,7 +149,7 @@ def secondary_in_another_dtype(random: Random, program: Program) -> None:
 def turn_hybrid(random: Random, program: Program) -> Program:
     """Ranks are said to keep other parts of parameters, or to keep secondary shards for longer or less long."""
     layout = program.layout
-    if layout.replicated is None:
+    if not layout.outside:
         raise NothingToChangeError
     turned = replace(layout, hybrid=random.choice([one for one in Hybrid if one is not layout.hybrid]))
     for node in program.nodes(ops.GatherOutside, ops.ReduceOutside) if random.random() < 0.7 else ():

@@ -559,7 +559,7 @@ def turn_axes(random: Random, program: Program) -> Program:
     layout = program.layout
     axis = layout.sharded
     turned = [replace(axis, size=random.choice([size for size in (1, 2, 3, 4) if size != axis.size]))]
-    if (other := layout.tensor or layout.replicated) is not None:
+    if (other := layout.tensor or next(iter(layout.outside), None)) is not None:
         turned.append(replace(axis, stride=other.stride, size=other.size))
     choice = random.choice(turned)
     if choice == axis:

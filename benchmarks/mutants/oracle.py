@@ -312,7 +312,7 @@ class _Machine:
     def _along(self, group: fx.Node) -> list[range]:
         """The lanes of each group of ranks that differ along the axis that a line names."""
         name = op_of(group, ops.Group).axis
-        if self.layout.replicated is not None and name == self.layout.replicated.name:
+        if name in [axis.name for axis in self.layout.outside]:
             return self._across()
         if name != self.layout.sharded.name:
             raise TypeError(f"{name} is no axis of data")

@@ -65,13 +65,11 @@ Behind those of all micro-batches come what other stages have computed of parame
 
 def reduce_gradients(program: Program, gradients: Mapping[str, Sequence[fx.Node]]) -> None:
     """Let `program` return reduced gradients, by unit; it has a list of them for each parameter, by micro-batch."""
-    axis = program.layout.replicated
-    group = group_of(program, axis) if axis and gradients else None
     place = {node: index for index, node in enumerate(program.graph.nodes)}
     found = [(unit, _by_microbatch(unit, gradients, place)) for unit in program.layout.units]
     units = sorted((one for one in found if one[1]), key=lambda one: place[one[1][-1][1]])
     reduce = _each if program.layout.stage.gradients_sharded else _together
-    reduced = [reduce(program, unit, rows, group) for unit, rows in units]
+    reduced = [reduce(program, unit, rows) for unit, rows in units]
     results = program.results
     set_results(program.graph, outputs=results.outputs, input_gradients=results.input_gradients, reduced=reduced)
 
@@ -90,7 +88,7 @@ def _by_microbatch(unit: Unit, gradients: Mapping[str, Sequence[fx.Node]], place
     return result
 
 
-def _together(program: Program, unit: Unit, rows: list[Row], group: fx.Node | None) -> fx.Node:
+def _together(program: Program, unit: Unit, rows: list[Row]) -> fx.Node:
     shards, total = shards_of(program, unit), None
     params = tuple(param.name for param, grad in zip(unit.params, rows[0][0], strict=True) if grad is not None)
     previous: list[fx.Node | None] | fx.Node = []
@@ -103,8 +101,7 @@ def _together(program: Program, unit: Unit, rows: list[Row], group: fx.Node | No
                 total = program.add((shards, previous, given), meta, f"{shards.name}_sum")
             previous = given if total is None else total
     with program.graph.inserting_before(_next_line(program, rows[-1][1])):
-        inside = _averaged_inside(program, unit, previous, group)
-        return inside if group is None else _averaged_outside(program, unit, inside, group)
+        return _averaged_outside(program, unit, _averaged_inside(program, unit, previous))
 
 
 def _sum_dtype(unit: Unit, params: Sequence[str]) -> torch.dtype | None:
@@ -120,40 +117,34 @@ def _sum_type(unit: Unit, params: Sequence[str], dtype: torch.dtype | None) -> T
     return TensorType(dtype, (Dim(numel),))
 
 
-def _each(program: Program, unit: Unit, rows: list[Row], group: fx.Node | None) -> fx.Node:
+def _each(program: Program, unit: Unit, rows: list[Row]) -> fx.Node:
     """Reduce the gradients of each micro-batch, and add up the averages; over replicas, of all of them together."""
-    shards, total = shards_of(program, unit), None
-    added = program.layout.away and group is None and len(rows) > 1
+    shards, total, outside = shards_of(program, unit), None, program.layout.outside
+    added = program.layout.away and not outside and len(rows) > 1
     for number, (row, last) in enumerate(rows):
         with program.graph.inserting_before(_next_line(program, last)):
             prefix, own = f"m{number}_" if len(rows) > 1 else "", [_owned(program, grad, unit) for grad in row]
-            waited = _averaged_inside(program, unit, own, group, prefix, added=added)
+            waited = _averaged_inside(program, unit, own, prefix, added=added)
             if total is None:
                 total = waited
                 continue
             params = data(total).op.params  # type: ignore[attr-defined]
             meta = Data(SumAverages(unit.name, params), Phase.STEP, source=unit.name)
-            total = program.add((shards, total, waited), meta, f"{shards.name}_{'grads' if group is None else 'sum'}")
+            total = program.add((shards, total, waited), meta, f"{shards.name}_{'sum' if outside else 'grads'}")
     assert total is not None, "a unit has gradients"
-    if group is None:
-        return total
     with program.graph.inserting_before(_next_line(program, rows[-1][1])):
-        return _averaged_outside(program, unit, total, group)
+        return _averaged_outside(program, unit, total)
 
 
 def _averaged_inside(
     program: Program,
     unit: Unit,
     grads: Sequence[fx.Node | None] | fx.Node,
-    group: fx.Node | None,
     prefix: str = "",
     *,
     added: bool = False,
 ) -> fx.Node:
-    """Reduce gradients over the ranks that shard; `group`: those over which they are averaged then, if there are.
-
-    `added`: see `WaitReduce`.
-    """
+    """Reduce gradients over the ranks that shard. `added`: see `WaitReduce`."""
     listed = grads if not isinstance(grads, fx.Node) else ()
     params = (
         op_of(grads, Sum).params
@@ -166,18 +157,20 @@ def _averaged_inside(
     given = grads if isinstance(grads, fx.Node) else list(grads)
     started = program.add((shards, given), meta, f"{stem}_reduce")
     waits = Data(WaitReduce(unit.name, params, added), phase, source=unit.name)
-    return program.add((started,), waits, f"{stem}_grads" if group is None else f"{stem}_shard_grads")
+    return program.add((started,), waits, f"{stem}_shard_grads" if program.layout.outside else f"{stem}_grads")
 
 
-def _averaged_outside(program: Program, unit: Unit, averages: fx.Node, group: fx.Node) -> fx.Node:
-    """Reduce what has been reduced inside over the ranks of `group`."""
+def _averaged_outside(program: Program, unit: Unit, averages: fx.Node) -> fx.Node:
+    """Reduce what has been reduced inside over the ranks of one axis outside after the other, if there are any."""
     params = data(averages).op.params  # type: ignore[attr-defined]
     shards, phase, layout = shards_of(program, unit), _phase_of(program), program.layout
-    axis, dtypes = op_of(group, Group).axis, (unit.reduction_dtype, unit.outer_dtype)
-    meta = Data(ReduceOutside(unit.name, params, axis, layout.has_secondary, *dtypes), phase, source=unit.name)
-    averaged = program.add((shards, averages, group), meta, f"{shards.name}_average")
-    waits = Data(WaitReduce(unit.name, params), phase, source=unit.name)
-    return program.add((averaged,), waits, f"{shards.name}_grads")
+    dtypes = unit.reduction_dtype, unit.outer_dtype
+    for axis in layout.outside:
+        meta = Data(ReduceOutside(unit.name, params, axis.name, layout.has_secondary, *dtypes), phase, source=unit.name)
+        averaged = program.add((shards, averages, group_of(program, axis)), meta, f"{shards.name}_average")
+        waits = Data(WaitReduce(unit.name, params), phase, source=unit.name)
+        averages = program.add((averaged,), waits, f"{shards.name}_grads")
+    return averages
 
 
 def _phase_of(program: Program) -> Phase:

@@ -158,7 +158,7 @@ class CompiledStep(LoadedProgram, StepPrograms):
 
     def _loan(self, op: RuntimeInput, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
         """What a program gets for a run with `values`: its arena, its stack, or where activations go."""
-        if isinstance(op, Group) and op.axis == getattr(self.program.layout.replicated, "name", None):
+        if isinstance(op, Group) and op.axis in [axis.name for axis in self.program.layout.outside]:
             return self.runtime.communicator.along(op.axis)
         if isinstance(op, (OffloadStore, Group)):
             return self.runtime.offloads[op]

@@ -126,7 +126,7 @@ def _mistaken_outside(program: Program, node: fx.Node, op: ReduceOutside) -> Ite
 
 
 def _mistaken_axis(program: Program, node: fx.Node, axis: str) -> Iterator[Violation]:
-    if program.layout.replicated is None or program.layout.replicated.name != axis:
+    if axis not in [one.name for one in program.layout.outside]:
         yield Violation(node, f"{node.name} sends over {axis}, which is not the outer one of two axes of data")
 
 

@@ -354,19 +354,19 @@ class Layout:
         return next(axis for axis in self.axes if axis.kind is AxisKind.SHARD)
 
     @cached_property
-    def replicated(self) -> Axis | None:
-        """The axis whose ranks have the same shards and other data, if there is one."""
-        return next((axis for axis in self.axes if axis.kind is AxisKind.REPLICATE), None)
+    def outside(self) -> tuple[Axis, ...]:
+        """The axes whose ranks have other data, and the same shards or other parts of them: the nearest first."""
+        return tuple(axis for axis in reversed(self.axes) if axis.kind is AxisKind.REPLICATE)
 
     @property
     def has_secondary(self) -> bool:
         """True if primary shards are gathered outside before what that gives is gathered inside."""
-        return self.replicated is not None and self.replicated.size > 1 and self.hybrid is not Hybrid.HSDP
+        return self.parts > 1
 
     @property
     def parts(self) -> int:
         """How many primary shards a rank has of a parameter inside, each sent by a message of its own."""
-        return self.replicated.size if self.replicated is not None and self.has_secondary else 1
+        return 1 if self.hybrid is Hybrid.HSDP else math.prod(axis.size for axis in self.outside)
 
     @property
     def keeps_secondary(self) -> bool:
@@ -387,7 +387,7 @@ class Layout:
     @property
     def averaged(self) -> tuple[Axis, ...]:
         """The axes over which gradients are averaged, in this order."""
-        return (self.sharded,) if self.replicated is None else (self.sharded, self.replicated)
+        return (self.sharded, *self.outside)
 
     @cached_property
     def tensor(self) -> Axis | None:

@@ -207,8 +207,9 @@ class TracedStep(ComparedStep):
         """What the optimizer must get, by the gradients that the traced step gives."""
         pairs = [(self.params[name], grad) for name, grad in self.gradients.items()]
         means = [self.average(one, grad, how, one.reduced) for one, grad in pairs]
-        if self.outside and how == "scatter":
-            means = [self.across(one, m, one.reduced, one.across) for (one, _), m in zip(pairs, means, strict=True)]
+        if how == "scatter":
+            across = partial(self.across, self.outside)
+            means = [across(one, m, one.reduced, one.across) for (one, _), m in zip(pairs, means, strict=True)]
         return {f"the gradient of {one.name}": (mean, ()) for (one, _), mean in zip(pairs, means, strict=True)}
 
 
@@ -304,7 +305,7 @@ class RankStep(ComparedStep):
         else:
             total = TermValue(self._sum(each, param.summed), Storage(""), -1)
             mean = self.average(param, total, "scatter", param.reduced)
-        return self.across(param, mean, param.reduced, param.across) if self.outside else mean
+        return self.across(self.outside, param, mean, param.reduced, param.across)
 
     def _sum(self, each: Sequence[int], dtype: str = "") -> int:
         """The sum of terms in their order, cast to a dtype with the first two."""

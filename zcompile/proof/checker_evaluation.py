@@ -116,7 +116,7 @@ class Evaluation:
         axes = " ".join(said["axes"].values())
         self.alone, self.marks = bool(re.search(r"shard 1\b", axes)), not self.runs and "tensor" in axes
         self.along = next((name for name, axis in said["axes"].items() if axis.startswith("pipeline")), "")
-        self.outside = next((name for name, axis in said["axes"].items() if axis.startswith("replicate")), "")
+        self.outside = [f"group {n}" for n, axis in reversed(said["axes"].items()) if axis.startswith("replicate")]
         self.hybrid, self.stage = said.get("hybrid", ""), said.get("stage", 3)
         """How both axes divide what ranks keep; empty where one repeats it."""
         self.effects: dict[str, list[tuple[int, Place]]] = defaultdict(list)
@@ -415,7 +415,7 @@ class Evaluation:
         self._declared("gathers", shards, dtype, (param.computed for param in shards.params))
         made = shards, dtype, shards.version, keep, Storage(f"the parameters of {shards.unit}"), self.terms.here
         if isinstance(source, Lease):
-            if source.kind != f"group {self.outside}" or not self.hybrid:
+            if [source.kind] != self.outside or not self.hybrid:
                 self.refuse(f"gathers secondary shards of {shards.unit} over {source.kind}")
             if (keep == "bool True") != (self.hybrid == "hfsdp" and self.stage == 3):
                 self.refuse(f"{'keeps' if keep else 'does not keep'} secondary shards of {shards.unit} beyond the step")
@@ -507,10 +507,13 @@ class Evaluation:
         self.terms.routes[term] = {grad.term: grad.via}
         return term
 
-    def across(self, param: ParamText, mean: int, dtype: str, wire: str) -> int:
-        """The mean over the ranks that have the same shards of what is one over those that shard, sent as `wire`."""
+    def across(self, groups: Sequence[str], param: ParamText, mean: int, dtype: str, wire: str) -> int:
+        """The mean over groups of ranks that have the same shards of what is one over those inside, sent as `wire`."""
         cast = (self.terms.make(dtype),) if dtype and dtype == param.reduced else ()
-        return self.terms.make(f"mean of replicas {wire if wire == param.across else ''}".rstrip(), mean, *cast)
+        for group in groups:
+            head = "mean" + " of replicas" * (1 + self.outside.index(group))
+            mean = self.terms.make(f"{head} {wire if wire == param.across else ''}".rstrip(), mean, *cast)
+        return mean
 
     def _reduce_scatter(self, shards: Any, grads: Any, group: Any = None, dtype: str = "", **options: Any) -> Begun:
         if group is not None:
@@ -529,13 +532,13 @@ class Evaluation:
         return Begun([self._averaged(shards, grads, "all", dtype)])
 
     def _reduce_outside(self, shards: Any, grads: Any, group: Any, how: str, dtype: str, wire: str = "") -> Begun:
-        if not isinstance(grads, Averages) or grads.shards is not shards or group.kind != f"group {self.outside}":
+        if not isinstance(grads, Averages) or grads.shards is not shards or group.kind not in self.outside:
             self.refuse(f"averages over {group.kind} what are not the averages of {shards.unit} inside")
         self._declared("averages", shards, dtype, (param.reduced for param in shards.params))
         self._declared("sends averages of", shards, wire, (param.across for param in shards.params))
         if (how == "part") != bool(self.hybrid):
             self.refuse(f"gives each rank outside {how} of the averages of {shards.unit}")
-        means = {name: self.across(self.params[name], one, dtype, wire) for name, one in grads.terms.items()}
+        means = {n: self.across([group.kind], self.params[n], one, dtype, wire) for n, one in grads.terms.items()}
         grads.memory.gone = f"was given away at {self._line()}"
         return Begun([self._averages(shards, means)])
 

@@ -258,10 +258,10 @@ class StepTerms(GraphTerms):
         if not isinstance(op, ops.GatherInside):
             divided = layout.has_secondary and shards.unit.is_sharded
             return None if divided else Started(replace(shards, dtype=op.dtype))
-        if not isinstance(secondary, SecondaryUnit) or layout.replicated is None:
+        if not isinstance(secondary, SecondaryUnit) or [secondary.axis] != [axis.name for axis in layout.outside]:
             return None
-        now = SecondaryUnit(replace(shards, dtype=op.dtype, wire=secondary.full.wire), layout.replicated.name)
-        return Started(secondary.full) if secondary == now else None
+        now = replace(shards, dtype=op.dtype, wire=secondary.full.wire)
+        return Started(now) if secondary.full == now else None
 
     def _reduce(self, node: fx.Node, op: ops.Reduce | ops.ReduceOutside) -> Value:
         """The means of gradients, or outside of what are means inside already, in the dtype in which they are sent."""

@@ -158,10 +158,10 @@ class ExpectedValues:
 
     def _outside(self, param: Param, average: int) -> int:
         """What averaging over replicas, where there are any, makes of an average inside."""
-        if (axis := self.layout.replicated) is None:
-            return average
         dtype, wire, scatter = param.reduce_dtype, param.outer_dtype, self.layout.has_secondary
-        return mean_of(self.terms.table, param, axis.name, average, dtype, scatter=scatter, wire=wire)
+        for axis in self.layout.outside:
+            average = mean_of(self.terms.table, param, axis.name, average, dtype, scatter=scatter, wire=wire)
+        return average
 
     def _mistaken_claims(self, program: Program) -> Iterator[Violation]:
         """What does not hold of what a program says of its parameters and its layout."""

@@ -102,11 +102,11 @@ def explain(
 def layout_line(layout: Layout) -> str:
     """The stage and the ranks."""
     stage = f"stage {layout.stage.number}, world {layout.world}"
-    if layout.replicated is None:
+    if not layout.outside:
         return stage
     if layout.has_secondary:
-        return f"{stage} ({layout.hybrid}: {layout.shards} shards, {layout.replicated.size} of which a rank has inside)"
-    return f"{stage} ({layout.replicated.size} times {layout.sharded.size} shards)"
+        return f"{stage} ({layout.hybrid}: {layout.shards} shards, {layout.parts} of which a rank has inside)"
+    return f"{stage} ({' times '.join(str(axis.size) for axis in reversed(layout.averaged))} shards)"
 
 
 def state_line(layout: Layout) -> str:
@@ -163,11 +163,11 @@ def volume_text(program: Program) -> str:
     if not psi:
         return f"each rank sends {human_bytes(sent)}; this program has no parameters"
     bound = program.layout.stage.volume if program.has_backward else program.layout.stage.volume - 1
-    if (replicated := program.layout.replicated) is not None:
+    if outside := program.layout.outside:
         by_axis = " and ".join(f"{human_bytes(nbytes)} over {axis}" for axis, nbytes in program.volumes().items())
         inside, across = program.layout.sharded, 2 if program.has_backward else int(program.layout.has_secondary)
-        bounds = f"{bound}Ψ(S-1)/S over {inside.name} and {across}Ψ/S(R-1)/R over {replicated.name}"
-        return f"each rank sends {by_axis}; the stage's bounds are {bounds}"
+        bounds = [f"{bound}Ψ(S-1)/S over {inside.name}", *(f"{across}Ψ/S(R-1)/R over {axis.name}" for axis in outside)]
+        return f"each rank sends {by_axis}; the stage's bounds are {' and '.join(bounds)}"
     share = sent / (psi * (world - 1) / world)
     return f"each rank sends {human_bytes(sent)} = {share:.3g}Ψ(N-1)/N; the stage's bound is {bound}Ψ(N-1)/N"
 

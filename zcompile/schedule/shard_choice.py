@@ -68,19 +68,18 @@ def estimate(shard: str, layout: Layout, hardware: Hardware) -> Estimate:
 
 def traffic_of(unit: Unit, layout: Layout) -> Iterator[tuple[Traffic, int]]:
     """What the lines of a unit send in a step of one micro-batch, and how often; no unit stays full over the turn."""
-    outer = layout.replicated
     params = tuple(param.name for param in unit.params if param.trainable)
     if unit.is_sharded:
         gather = AllGather(unit.name, dtype=unit.compute_dtype)
         yield gather.traffic(_NO_NODE, layout), 2 if layout.stage.parameters_sharded else 1
-    if unit.is_sharded and outer is not None and layout.has_secondary:
-        outside = GatherOutside(unit.name, outer.name, dtype=unit.compute_dtype, wire=unit.outer_gather_dtype)
+    for axis in layout.outside if unit.is_sharded and layout.has_secondary else ():
+        outside = GatherOutside(unit.name, axis.name, dtype=unit.compute_dtype, wire=unit.outer_gather_dtype)
         yield outside.traffic(_NO_NODE, layout), 1
     if params:
         yield Reduce(unit.name, params, scatter=True, dtype=unit.reduction_dtype).traffic(_NO_NODE, layout), 1
-    if params and outer is not None:
+    for axis in layout.outside if params else ():
         dtypes = unit.reduction_dtype, unit.outer_dtype
-        yield ReduceOutside(unit.name, params, outer.name, layout.has_secondary, *dtypes).traffic(_NO_NODE, layout), 1
+        yield ReduceOutside(unit.name, params, axis.name, layout.has_secondary, *dtypes).traffic(_NO_NODE, layout), 1
 
 
 _NO_NODE: Any = None
