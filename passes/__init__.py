@@ -1,1 +1,1 @@
-"""The passes: one a file, each a function from Program to Program."""
+"""The compiler passes: one per file, each a function from Program to Program."""

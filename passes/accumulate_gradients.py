@@ -1,11 +1,11 @@
-"""accumulate_gradients: hold gradients back instead of reducing them, for a backward under `no_sync`.
+"""accumulate_gradients: accumulate gradients locally instead of reducing them, for a backward under `no_sync`.
 
     u0_reduce = all_reduce(u0, [g])
     u0_grads = wait(u0_reduce)          ->      u0_grads = accumulate(u0, [g])
     return [], [u0_grads]                       return [], [u0_grads]
 
-Stages 0 and 1 keep full gradients anyway: so the micro-batches of a step communicate once, in the last backward, whose
-reductions add what was held back.
+Stages 0 and 1 keep full gradients anyway, so the micro-batches of a step communicate only once: the reductions of the
+last backward add the accumulated gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zcompile.passes.capture_graphs import copy_out
 
 
 def accumulate_gradients(program: Program) -> Program:
-    """A program whose backward communicates no gradients."""
+    """Return a program whose backward communicates no gradients."""
     program = program.copy()
     for reduction in program.nodes(Reduce):
         op = op_of(reduction, Reduce)
@@ -35,7 +35,7 @@ def accumulate_gradients(program: Program) -> Program:
 
 
 def _chain(reduction: fx.Node) -> list[fx.Node]:
-    """A reduction, its wait, and those behind it over other axes."""
+    """Return a reduction, its wait, and the reductions over other axes that follow, with their waits."""
     wait = wait_of(reduction)
     following = [user for user in wait.users if isinstance(data(user).op, Averaging)]
-    return [reduction, wait, *(node for one in following for node in _chain(one))]
+    return [reduction, wait, *(node for averaging in following for node in _chain(averaging))]

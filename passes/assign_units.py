@@ -1,9 +1,10 @@
-"""assign_units: say for every operation whose region it belongs to.
+"""assign_units: assign every operation to a unit.
 
-An operation belongs to the unit whose parameters it reads, else to the unit whose module it comes from (its forward's,
-in the backward). What belongs to none is glue: it joins the region beside it. Operations that read no parameter and
-stand within the run of another unit join that: a mask or rotary table that several blocks share, computed again in the
-backward of the last of them, would split its run, and the unit would be gathered for each piece.
+An operation belongs to the unit whose parameters it reads, otherwise to the unit whose module it comes from (in the
+backward, the module of its forward operation). An operation without a unit is glue: it joins an adjacent region.
+Operations that read no parameter, between operations of a single other unit, join that unit: a mask or rotary table
+that several blocks share, recomputed in the backward of the last of them, would otherwise split that block's run, and
+the unit would be gathered for each piece.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from zcompile.ir.program import Program
 
 
 def assign_units(program: Program) -> Program:
-    """Fill `Data.unit` of every operation."""
+    """Set `Data.unit` of every operation."""
     program = program.copy()
     derived = derived_values(program)
     for node in program.nodes(Compute, Item):
@@ -33,7 +34,7 @@ def assign_units(program: Program) -> Program:
 
 
 def _join_enclosing(nodes: list[fx.Node], derived: set[fx.Node]) -> None:
-    """Assign what reads no parameter, between operations of one other unit, to that unit."""
+    """Assign operations that read no parameter, between operations of a single other unit, to that unit."""
     runs: list[list[fx.Node]] = []
     for _, members in groupby(nodes, key=lambda node: data(node).unit):
         runs.append(list(members))
@@ -48,14 +49,14 @@ def _join_enclosing(nodes: list[fx.Node], derived: set[fx.Node]) -> None:
 
 def _unit(node: fx.Node, layout: Layout, derived: set[fx.Node]) -> str:
     if isinstance(data(node).op, Item):
-        return data(node.all_input_nodes[0]).unit  # results stay with the operation that gave them
+        return data(node.all_input_nodes[0]).unit  # an item stays with the operation that produced it
     read = [layout.unit_of(op_of(source, Parameter).name).name for source in parameters_read(node, derived)]
     home = _unit_of_module(data(node).source, layout)
     return home if home in read or not read else read[0]
 
 
 def _unit_of_module(path: str, layout: Layout) -> str:
-    """The unit that owns the innermost module around `path`; empty if none does."""
+    """Return the unit that owns the innermost module enclosing `path`, or "" if there is none."""
     owners = {module: unit.name for unit in layout.units for module in unit.modules if module}
     while path:
         if path in owners:

@@ -1,13 +1,13 @@
-"""capture_graphs: let regions be captured as CUDA graphs, and copy what outlives a step out of their memory.
+"""capture_graphs: mark regions for capture as CUDA graphs, and copy values that outlive a step out of graph memory.
 
-    y = region_0(a_full, x)                     y = region_0(a_full, x)       # captured; a_full is at a fixed place
+    y = region_0(a_full, x)                     y = region_0(a_full, x)       # captured; a_full has a fixed address
     return [y], ...                     ->      y_copy = copy(y, strided=True)
                                                 return [y_copy], ...
 
-A graph reads and writes the same memory each time. Parameters that are gathered to a place of the arena, or kept where
-they are, lie there in each step, and torch's CUDA-graph trees look whether they do; other arguments are copied to a
-place of the graph. Results lie in memory that the graphs of a step share, and that the next step writes to: what a
-program returns, and gradients that are not packed or scattered into other memory, are copied.
+A graph reads and writes the same addresses on every replay. Parameters that are gathered into the arena, or kept full,
+have the same address in every step, and torch's CUDA-graph trees check that they do; other arguments are copied to the
+graph's own inputs. Results are in memory that the graphs of a step share and the next step overwrites. So a program's
+outputs are copied, and so are gradients that are not packed or scattered into other memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zcompile.passes.common.lines import copy_of
 
 
 def capture_graphs(program: Program) -> Program:
-    """A program whose regions are captured, but for those of which a note says why not."""
+    """Return a program whose regions are captured; a note gives the reason for each region that is not."""
     program = program.copy()
     found = captured_regions(program)
     fixed = {name: numbers for name, numbers in found.items() if not isinstance(numbers, str)}
@@ -36,7 +36,7 @@ def capture_graphs(program: Program) -> Program:
 
 
 def copy_out(program: Program) -> Program:
-    """A program in which nothing that outlives a step lies in the memory of a graph."""
+    """Return a program in which no value that outlives a step is in the memory of a graph."""
     program = program.copy()
     copies = dict[tuple[fx.Node, bool], fx.Node]()
     for user in program.nodes(Reduce, Accumulate, Results):

@@ -1,13 +1,13 @@
-"""defer_weights: at the end of the backward, leave the weights of the unit before the last for after the last.
+"""defer_weights: compute the weight gradients of the second-to-last unit of the backward after the last unit.
 
     da = aten.mm.default(dy, w)      # unit b          da = aten.mm.default(dy, w)      # unit b
     gb = aten.mm.default(t, ya)      # unit b    ->    ga = aten.mm.default(da_t, x)    # unit a
     ga = aten.mm.default(da_t, x)    # unit a          gb = aten.mm.default(t, ya)      # unit b
 
-Nothing is left that could hide the last reduction, often that of a large embedding. A unit's gradients with respect to
-its weights are needed by no other unit, so they can wait until the last unit's are on their way (the split of B and W
-in "Zero Bubble Pipeline Parallelism", Qi et al. 2023, section 2). It costs a region more to compile, so it is done for
-large gradients only.
+Otherwise no compute is left to hide the last reduction, often that of a large embedding. No other unit needs a unit's
+weight gradients, so they can be computed while the last unit's gradients are reduced (the split of B and W in "Zero
+Bubble Pipeline Parallelism", Qi et al. 2023, section 2). This costs one more region to compile, so it is done for large
+gradients only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from zcompile.ir.side_effects import is_random
 from zcompile.passes.common.recompute import runs
 
 LARGE_BYTES = 1024 * 1024
-"""Gradients of the last unit from which the exchange takes longer than a region more is worth."""
+"""Least size of the last unit's gradients at which hiding their reduction is worth compiling one more region."""
 
 
 def defer_weights(program: Program, *, large: int = LARGE_BYTES) -> Program:
-    """Move what the last unit of the backward does not need, of the unit before it, to the end."""
+    """Move what the last unit does not need behind it if the last unit has at least `large` bytes of gradients."""
     program = program.copy()
     before, last = _last_two(program)
     if program.layout.world == 1 or _gradient_bytes(program, last) < large:
@@ -40,10 +40,10 @@ def defer_weights(program: Program, *, large: int = LARGE_BYTES) -> Program:
 
 
 def _last_two(program: Program) -> list[list[fx.Node]]:
-    """What the backward computes for its last two units: what are to be its last two regions."""
+    """Return the operations of the last two runs of the backward, or two empty lists if it has only one."""
     derived = derived_values(program)
-    found = runs([node for node in program.body(Phase.BACKWARD) if node not in derived])
-    return found[-2:] if len(found) > 1 else [[], []]
+    all_runs = runs([node for node in program.body(Phase.BACKWARD) if node not in derived])
+    return all_runs[-2:] if len(all_runs) > 1 else [[], []]
 
 
 def _gradient_bytes(program: Program, nodes: list[fx.Node]) -> int:
@@ -53,7 +53,7 @@ def _gradient_bytes(program: Program, nodes: list[fx.Node]) -> int:
 
 
 def _not_needed(before: list[fx.Node], last: list[fx.Node]) -> list[fx.Node]:
-    """Those of `before` that `last` does not depend on, if it depends on any; random numbers keep their order."""
+    """Return the nodes of `before` that `last` does not need, if it needs any; random draws keep their order."""
     needed = {source for node in last for source in node.all_input_nodes}
     if needed.isdisjoint(before):
         return []

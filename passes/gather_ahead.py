@@ -1,14 +1,14 @@
-"""gather_ahead: start the next step's first gathers as soon as their units are updated.
+"""gather_ahead: start the first gathers of the next step as soon as their units are updated.
 
     update(a, a_grads)                          update(a, a_grads)
     c_grads = wait(c_reduce)            ->      gather_ahead(a)
     update(c, c_grads)                          c_grads = wait(c_reduce)
                                                 update(c, c_grads)
 
-The units are those that the forward gathers before its first region: nothing there could hide them. They are full from
-then to the next forward, which takes what has been started. A gather stays where it is if it would raise the peak of
-what parameters and their gradients take; activations are left out of it, since ranks may have batches of unequal sizes
-and must gather alike. So does a kept copy of what is never updated.
+The units are those that the forward gathers before its first region, where no compute could hide the gathers. They are
+full from then until the next forward, which takes over the gathers already started. A gather is not started ahead if
+that would raise the peak memory of parameters and their gradients. Activations are not counted: ranks may have batches
+of unequal sizes, and must make the same choice. Nor is a kept full copy of a unit that is never updated.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from zcompile.ir.program import Program
 
 
 def gather_ahead(program: Program) -> Program:
-    """A program at whose end the gathers are on their way that its forward begins with."""
+    """Return a program that starts the gathers that its forward begins with at the end of the preceding step."""
     layout = program.layout
     if layout.sharded.size == 1 or not layout.stage.optimizer_sharded or not program.nodes(Update):
         return program
     if layout.has_secondary:
-        return program  # a forward begins with gathers outside then, which are not started ahead
+        return program  # the forward then begins with gathers along the outer axis, which are never started ahead
     peak = parameter_peak(program)
     updated = {op_of(node, Update).unit for node in program.nodes(Update)}
     for gather in _first_gathers(program):
@@ -40,7 +40,7 @@ def gather_ahead(program: Program) -> Program:
 
 
 def parameter_peak(program: Program) -> int:
-    """The most bytes of full parameters, and of gradients on their way and reduced, that a step holds at once."""
+    """Return the peak bytes of full parameters, gradients in flight, and reduced gradients in a step."""
     live = most = 0
     for node in program.graph.nodes:
         op = data(node).op
@@ -55,12 +55,12 @@ def parameter_peak(program: Program) -> int:
 
 
 def _full_bytes(program: Program, params: Sequence[str]) -> int:
-    found = (program.layout.param(name) for name in params)
-    return sum(param.numel * param.full_dtype.itemsize for param in found)
+    parameters = (program.layout.param(name) for name in params)
+    return sum(param.numel * param.full_dtype.itemsize for param in parameters)
 
 
 def _first_gathers(program: Program) -> list[fx.Node]:
-    """Of each unit the first gather before the first region: one that is used again may have two there."""
+    """Return each unit's first gather before the first region; a unit that is used twice may have two there."""
     result: dict[str, fx.Node] = {}
     for node in program.nodes(AllGather, Call, phase=Phase.FORWARD):
         if isinstance(data(node).op, Call):
@@ -70,7 +70,7 @@ def _first_gathers(program: Program) -> list[fx.Node]:
 
 
 def _started(program: Program, gather: str) -> Program:
-    """`program` with what `gather` brings gathered once more, at its end, as soon as that may be."""
+    """Return `program` with the unit of `gather` gathered again after its update, or after the last one if frozen."""
     program = program.copy()
     first = program.node(gather)
     op, (shards,) = op_of(first, AllGather), first.all_input_nodes

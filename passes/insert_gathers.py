@@ -1,4 +1,4 @@
-"""insert_gathers: gather a unit before its first use, release it after the last one.
+"""insert_gathers: gather a unit before its first use, release it after its last use.
 
     y = region_0(u0, x)         ->      u0_gather = all_gather(u0)
                                         u0_full = wait(u0_gather)
@@ -6,18 +6,17 @@
                                         release(u0_full)
 
 Under stage 3 a unit is full from the first to the last of consecutive regions that read it, in the forward and again in
-the backward. Under stages 1 and 2 the full copy is kept for good (`keep=True`): one gather in the forward, none in the
-backward, no release. Stage 0 gathers only what it computes with in another dtype, and sends nothing for it: its
-"gather" is a cast.
+the backward. Under stages 1 and 2 the full copy is kept (`keep=True`): one gather in the forward, none in the backward,
+no release. Stage 0 gathers only units that compute in another dtype, and sends nothing: its "gather" is a cast.
 
-Where both of two axes divide shards (`Hybrid`), a unit is gathered along the outer one first, once a step, and its
-secondary shards are what is gathered inside, in the backward, too:
+Where two axes both divide shards (`Hybrid`), a unit is gathered along the outer axis first, once per step. The inner
+gathers of both the forward and the backward then read its secondary shards:
 
     u0_outside = all_gather(u0, replicate)
     u0_secondary = wait(u0_outside)
     u0_gather = all_gather(u0, u0_secondary)
 
-A gradient of an input that is a view of a parameter is copied: its memory is released, or gathered into again.
+A gradient of an input that is a view of a parameter is copied: the parameter's memory is released or gathered into.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class _Use:
 
 
 def insert_gathers(program: Program) -> Program:
-    """A program in which every call reads full parameters that were gathered and waited for."""
+    """Return a program in which every call reads full parameters that were gathered and waited for."""
     program = program.copy()
     _gather_for_uses(program)
     _own_returned(program)
@@ -79,7 +78,7 @@ def _gather_for_uses(program: Program) -> None:
 
 
 def _own_returned(program: Program) -> None:
-    """Let the gradients of inputs that show the memory of a parameter be copies."""
+    """Copy gradients of inputs that alias the memory of a parameter."""
     returned = [value for value in program.results.input_gradients if isinstance(value, fx.Node)]
     memory = memory_of_values(program) if returned else {}
     for value in dict.fromkeys(returned):
@@ -90,7 +89,7 @@ def _own_returned(program: Program) -> None:
 
 
 def _uses(program: Program, phase: Phase) -> list[_Use]:
-    """Uses in the order of their first call."""
+    """Return the uses in `phase`, in the order of their first call."""
     uses: list[_Use] = []
     for call in program.nodes(Call, phase=phase):
         previous = uses
@@ -109,7 +108,7 @@ def _follows(program: Program, earlier: fx.Node, later: fx.Node) -> bool:
 
 
 def _gather(program: Program, use: _Use, *, keep: bool) -> fx.Node:
-    """Put a gather and its wait before the first call of `use`; all its calls read the result, which is returned."""
+    """Insert a gather and its wait before the first call of `use`, let all its calls read the result, and return it."""
     unit = program.layout.unit(use.unit)
     shards, phase = shards_of(program, unit), data(use.calls[0]).phase
     kind: type[AllGather] = AllGather
@@ -126,7 +125,7 @@ def _gather(program: Program, use: _Use, *, keep: bool) -> fx.Node:
 
 
 def _secondary(program: Program, shards: fx.Node, call: fx.Node) -> fx.Node:
-    """The secondary shards of a unit: those that an earlier use has brought, else brought before `call`."""
+    """Return the secondary shards of a unit: from the gather of an earlier use, or gathered before `call`."""
     unit, layout = op_of(shards, Shards).unit, program.layout
     for node in program.nodes(WaitSecondary):
         if op_of(node, WaitSecondary).unit == unit:
@@ -146,7 +145,7 @@ def _secondary(program: Program, shards: fx.Node, call: fx.Node) -> fx.Node:
 
 
 def _fake(program: Program, nbytes: int) -> object:
-    """A traced tensor of so many bytes, on the device of the model's inputs; None in a program that was not traced."""
+    """Return a uint8 fake tensor [nbytes] on the device of the model's inputs; None if the program was not traced."""
     values = (node.meta.get("val") for node in program.nodes(Input, Call, Item))
     like = next((value for value in values if isinstance(value, torch.Tensor)), None)
     return None if like is None else like.new_empty(nbytes, dtype=torch.uint8)

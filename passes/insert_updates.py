@@ -1,4 +1,4 @@
-"""insert_updates: let the optimizer use each unit's gradients as soon as they have arrived, and free them.
+"""insert_updates: run the optimizer on each unit's gradients as soon as they are reduced, and free them.
 
     b_grads = wait(b_reduce)                    b_grads = wait(b_reduce)
     a_reduce = reduce_scatter(a, [ga])  ->      a_reduce = reduce_scatter(a, [ga])
@@ -7,9 +7,9 @@
                                                 update(a, a_grads)
                                                 return [], []
 
-So the gradients that a rank holds are those of the units in flight, not of the model (Lv et al., "Full Parameter
+So a rank holds the gradients of only the units in flight, not of the whole model (Lv et al., "Full Parameter
 Fine-tuning for Large Language Models with Limited Resources", 2023, section 3.1, does so without shards). A unit is
-updated after the last line that reads it: where its parameters are tied, its gradients may be there before that.
+updated after the last line that reads it: with tied parameters, its gradients may be complete before that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zcompile.passes.common.lines import shards_of
 
 
 def insert_updates(program: Program) -> Program:
-    """A program that returns no gradients of parameters: the optimizer has used them."""
+    """Return a program that updates parameters and returns no gradients of them."""
     program = program.copy()
     results = program.results
     for waited in results.reduced:
@@ -39,10 +39,10 @@ def insert_updates(program: Program) -> Program:
 
 
 def _last(program: Program, lines: list[fx.Node]) -> fx.Node:
-    """The last of `lines`, or the reduction that starts behind it: it is in flight while the optimizer works."""
+    """Return the last of `lines`, or the reduction that starts right after it, to be in flight during the update."""
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     last = after_items(max(lines, key=position.__getitem__))
-    behind = last.next
-    while isinstance(data(behind).op, (Copy, WaitReduce)):
-        behind = behind.next
-    return behind if isinstance(data(behind).op, Averaging) else last
+    following = last.next
+    while isinstance(data(following).op, (Copy, WaitReduce)):
+        following = following.next
+    return following if isinstance(data(following).op, Averaging) else last

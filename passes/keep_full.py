@@ -14,8 +14,8 @@ With prefetch=1:
     da, gb = region_1(b_full_1, db, ya)
     release(b_full_1)
 
-The backward reads units in the opposite order, so what the forward reads last would be gathered again at once. The last
-`prefetch` + 1 units are kept: never more are full than prefetching holds anyway, and their second gathers are saved.
+The backward reads units in reverse order, so units that the forward reads last would be gathered again at once. The
+last `prefetch` + 1 units are kept: that holds no more full units than prefetching does, and saves their second gathers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zcompile.ir.program import Program
 
 
 def keep_full(program: Program, *, prefetch: int = 2) -> Program:
-    """A program in which the backward's first gathers are the forward's last ones."""
+    """Return a program whose backward reads its first `prefetch` + 1 units from the forward's last gathers."""
     program = program.copy()
     ending = _in_order(program, Phase.FORWARD)[::-1][: prefetch + 1]
     for again in _in_order(program, Phase.BACKWARD)[: prefetch + 1]:
@@ -37,14 +37,14 @@ def keep_full(program: Program, *, prefetch: int = 2) -> Program:
         unit = op_of(again, WaitGather).unit
         full = next((full for full in ending if op_of(full, WaitGather).unit == unit), None)
         if full is None or any(data(user).phase is Phase.BACKWARD for user in full.users):
-            # One that is kept for an earlier use would stay too long.
+            # The unit would be held from an earlier use, or is kept for another one already: too long.
             break
         keep(program, full, again)
     return program
 
 
 def _in_order(program: Program, phase: Phase) -> list[fx.Node]:
-    """Full parameters in the order in which `phase` last (forward) or first (backward) reads them."""
+    """Return full parameters in the order in which `phase` last (forward) or first (backward) reads them."""
     uses: dict[fx.Node, None] = {}
     for call in program.nodes(Call, phase=phase):
         for argument in call.all_input_nodes:
@@ -56,7 +56,7 @@ def _in_order(program: Program, phase: Phase) -> list[fx.Node]:
 
 
 def keep(program: Program, full: fx.Node, again: fx.Node) -> None:
-    """Let the backward read `full`, of the forward, in place of `again`, which is not gathered any more."""
+    """Let the readers of `again` read `full`, gathered earlier, and erase the gather of `again`."""
     program.graph.erase_node(release_of(full))
     gather = again.all_input_nodes[0]
     again.replace_all_uses_with(full)
@@ -65,6 +65,6 @@ def keep(program: Program, full: fx.Node, again: fx.Node) -> None:
 
 
 def release_of(full: fx.Node) -> fx.Node:
-    """What frees full parameters."""
-    (released,) = [user for user in full.users if isinstance(data(user).op, Release)]
-    return released
+    """Return the line that releases the full parameters `full`."""
+    (release,) = [user for user in full.users if isinstance(data(user).op, Release)]
+    return release

@@ -1,7 +1,7 @@
-"""keep_within: keep further units full from the forward to the backward, as far as a limit of memory allows.
+"""keep_within: keep more units full from the forward to the backward, as far as a memory limit allows.
 
-Each one kept saves its second gather and costs its full bytes from its forward to its backward. Those nearest to the
-turn, which stay for the shortest time, are kept first; one that does not fit is passed over.
+Each unit kept saves its second gather and costs its full bytes from its forward to its backward. The units nearest to
+the turn, which are held for the shortest time, are kept first; a unit that does not fit is skipped.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from zcompile.passes.keep_full import keep, release_of
 
 
 def keep_within(program: Program, *, memory_limit: int, units: Sequence[str] | None = None) -> Program:
-    """A program that holds at most `memory_limit` bytes beside shards and optimizer state (see `zcompile.cost.memory`).
+    """Return a program that keeps units full within `memory_limit` bytes, as `zcompile.cost.memory` counts them.
 
-    With `units`, those are kept, whatever it then holds: ranks with batches of other sizes must keep the same ones.
+    The limit excludes shards and optimizer state. If `units` is given, exactly these are kept and the limit is not
+    checked: ranks whose batches differ in size must keep the same units.
 
     Raises:
-        OptionError: it holds more already.
+        OptionError: the program exceeds the limit with no unit kept.
     """
     if units is None:
         check_fits(peak_bytes(program), memory_limit)
@@ -38,7 +39,7 @@ def keep_within(program: Program, *, memory_limit: int, units: Sequence[str] | N
 
 
 def check_fits(least: int, memory_limit: int) -> None:
-    """Raise OptionError if a step that takes `least` bytes is over the limit."""
+    """Raise OptionError if a step that takes at least `least` bytes exceeds the limit."""
     if least > memory_limit:
         problem = f"{human_bytes(memory_limit)} is less than the {human_bytes(least)} that this step takes"
         raise OptionError(
@@ -47,39 +48,39 @@ def check_fits(least: int, memory_limit: int) -> None:
 
 
 def choose_kept_units(program: Program, memory_limit: int) -> tuple[str, ...]:
-    """The units to keep, those nearest to the turn first."""
+    """Return the units to keep, those nearest to the turn first."""
     return tuple(that_fit(program, _gathered_again(program), memory_limit))
 
 
 def that_fit(
     program: Program, gathered: Iterable[Again], memory_limit: int, *, shortest_first: bool = False
 ) -> Iterator[str]:
-    """The names of those that may stay full from their release to their next gather: the first ones first.
+    """Yield the names of the entries that can stay full from their release to their next gather, chosen greedily.
 
-    `shortest_first`: those first for which that is the fewest lines.
+    Entries are tried in the given order, or, with `shortest_first`, in the order of how many lines they stay full for.
     """
     live = live_bytes(program)
-    place, held = {line: index for index, line in enumerate(live)}, list(live.values())
+    position, held = {line: index for index, line in enumerate(live)}, list(live.values())
     gaps = []
     for name, full, again in gathered:
-        released, gather = place[release_of(full)], place[again.all_input_nodes[0]]  # it may be gathered ahead of that
-        gaps.append((name, slice(released, max(released, gather)), -program.memory(release_of(full))))
+        release, gather = position[release_of(full)], position[again.all_input_nodes[0]]  # maybe prefetched before that
+        gaps.append((name, slice(release, max(release, gather)), -program.memory(release_of(full))))
     if shortest_first:
         gaps.sort(key=lambda gap: gap[1].stop - gap[1].start)
-    for name, meanwhile, nbytes in gaps:
-        if max(held[meanwhile], default=0) + nbytes <= memory_limit:
-            held[meanwhile] = [already + nbytes for already in held[meanwhile]]
+    for name, gap, nbytes in gaps:
+        if max(held[gap], default=0) + nbytes <= memory_limit:
+            held[gap] = [already + nbytes for already in held[gap]]
             yield name
 
 
 Again = tuple[str, fx.Node, fx.Node]
-"""A name, the full parameters of a unit, and those that are gathered again."""
+"""A name, the full parameters of a unit, and the full parameters of its next gather."""
 
 
 def _gathered_again(program: Program) -> Iterator[Again]:
-    """Units that are gathered once in the forward and once more in the backward, in the backward's order.
+    """Yield the units that are gathered exactly once in each phase, in the order of the backward's gathers.
 
-    With each, the full parameters of the forward and of the backward.
+    Each comes with its full parameters of the forward and of the backward.
     """
     gathers = {phase: program.nodes(AllGather, phase=phase) for phase in program.phases}
     gathered = {phase: [op_of(node, AllGather).unit for node in nodes] for phase, nodes in gathers.items()}

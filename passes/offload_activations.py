@@ -1,4 +1,4 @@
-"""offload_activations: move what is saved for the backward out of the device's memory, and back before it is needed.
+"""offload_activations: move saved activations out of device memory, and fetch them back before they are needed.
 
     ya = region_0(a, x)                         ya = region_0(a, x)
     yb = region_0(b, ya)                        ya_offloaded = offload(ya, away)
@@ -11,10 +11,10 @@
                                                 ya_again = wait(ya_fetch)
                                                 da, gb = region_1(b, db, ya_again)
 
-Each is on its way out from the moment in which it is there, while the forward goes on, and on its way back `ahead`
-regions before the one that reads it (Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2.2). What is small stays, and
-what the last region makes or the backward's first one reads: it is needed at once. With a limit of memory no more is
-moved than the step needs to keep it.
+Each copy out starts as soon as the value is computed, and overlaps with the rest of the forward. Each copy back starts
+`ahead` regions before the region that reads the value (Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2.2). Small
+values stay, and so do values that the last region computes or the first region of the backward reads: they are needed
+at once. With a memory limit, no more is moved than is needed to stay within it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from zcompile.passes.common.move_saved import LEAST, Saved, away_at_peak, movabl
 def offload_activations(
     program: Program, *, ahead: int = 1, least: int = LEAST, memory_limit: int | None = None
 ) -> Program:
-    """A program that keeps what it saves of at least `least` bytes away, and fetches it `ahead` regions early.
+    """Return a program that offloads activations of at least `least` bytes, and fetches them `ahead` regions early.
 
-    With `memory_limit`: as much as is needed, if that is enough, for the step to hold so many bytes at most.
+    With `memory_limit`, in bytes, activations are offloaded only until the step's peak is within it, if it can be.
     """
     program = program.copy()
 
     def choose(left: list[Saved]) -> Sequence[Saved]:
-        """Of what is saved while the step holds the most, the first made, which is away the longest."""
+        """Choose all values, or, if over the limit, the value live at the peak that would be offloaded the longest."""
         if memory_limit is None:
             return left[::-1]
         held, away = away_at_peak(program, left)

@@ -1,17 +1,17 @@
-"""outline_regions: turn runs of operations of one unit into regions, and leave calls of them.
+"""outline_regions: turn runs of operations of one unit into regions, and replace them by calls.
 
     h = aten.mm.default(x, a)    # unit 0               u0_out = region_0(u0, x)
     y = aten.mm.default(h, b)    # unit 1       ->      u1_out = region_0(u1, u0_out)
     return [y], []                                      return [u1_out], []
 
-Regions that are equal after renaming become one, so that a model of many equal blocks compiles a few. The units' full
-parameters come first among a call's arguments; what is cheaply derived from them is computed inside each region.
-Where regions begin and end does not depend on the stage, so every stage runs the same code and gets the same bits.
+Regions that are equal after renaming are merged, so a model of many equal blocks compiles only a few regions. A call's
+first arguments are the full parameters of the units; values cheaply derived from them are computed inside each region.
+Region boundaries do not depend on the stage, so every stage runs the same code and gets the same bits.
 
-Values are called by their unit, or module, and by what they are there: see `zcompile.passes.common.value_names`. Last
-among a region's results stand those that are only saved for the backward, the largest first, and gradients of
-parameters, in their unit's order; last among the arguments what was saved, in the order in which the forward gives it.
-So they are printed as one value where one line reads them: see `zcompile.ir.bundles`.
+Values are named after their unit or module and their role there: see `zcompile.passes.common.value_names`. A region's
+last results are values that are only saved for the backward, largest first, then gradients of parameters, in their
+unit's order. A call's last arguments are saved values, in the order in which the forward returns them. So they are
+printed as a single value where a single line reads them all: see `zcompile.ir.bundles`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zcompile.passes.common.value_names import Use, ValueNames
 
 
 def outline_regions(program: Program, *, fuses: bool = True) -> Program:
-    """A program whose body is calls of regions only; `fuses`: of what compiles them, see `zcompile.cost.fusion`."""
+    """Return a program whose body is only calls of regions; `fuses`: whether their compiler fuses operations."""
     derived = derived_values(program)
     symbols = find_symbol_binding_fx_nodes(program.graph)
     outer = _Outer(program, fuses)
@@ -52,15 +52,15 @@ def outline_regions(program: Program, *, fuses: bool = True) -> Program:
 
 @dataclass
 class _Outline:
-    """One run as a region: its graph, and the outer values that a call of it takes and gives."""
+    """One run as a region: its graph, and the outer values that a call of it takes and returns."""
 
     program: Program
     derived: set[fx.Node]
     run: list[fx.Node]
     symbols: Mapping[Any, fx.Node]
-    """Where each symbol of a varying size is an input of the program."""
+    """For each symbol of a dynamic size, the node that binds it."""
     order: Mapping[fx.Node, int]
-    """The values that calls before this one give, numbered in the order of their results."""
+    """The results of earlier calls, numbered in order."""
     graph: fx.Graph = field(default_factory=fx.Graph)
     inside: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -80,12 +80,12 @@ class _Outline:
         self._fill()
 
     def _was_saved(self, node: fx.Node) -> int:
-        """Places what the forward gives behind everything else that the backward takes, in the forward's order."""
+        """Return a sort key that puts saved values after other arguments of the backward, in the forward's order."""
         turned = data(node).phase is Phase.FORWARD and data(self.run[0]).phase is Phase.BACKWARD
         return self.order.get(node, -1) if turned else -1
 
     def _use(self, node: fx.Node, members: set[fx.Node], gradients: Mapping[fx.Node, int]) -> tuple[Use, int]:
-        """Who reads a result, and its place among those like it."""
+        """Return a sort key for a result: its use, and its order among results of the same use."""
         if node in gradients:
             return Use.GRADIENT, gradients[node]
         phases = {data(user).phase for user in node.users if user not in members}
@@ -96,7 +96,7 @@ class _Outline:
         return Use.SAVED, -meta.type.nbytes
 
     def _gradients(self) -> Iterable[fx.Node]:
-        """Gradients of parameters that nobody else reads, by unit and in its order."""
+        """Yield gradients of parameters that are only returned, in the order of units and their parameters."""
         found, layout = self.program.results.gradients, self.program.layout
         for param in (param for unit in layout.units for param in unit.params if param.name in found):
             node = found[param.name]
@@ -104,7 +104,7 @@ class _Outline:
                 yield node
 
     def _leaves(self, node: fx.Node, members: set[fx.Node]) -> Iterable[fx.Node]:
-        """Values from outside that `node` needs, through what is derived."""
+        """Yield the values from outside the run that `node` reads, looking through derived values to their sources."""
         for source in node.all_input_nodes:
             if source in self.derived:
                 yield from self._leaves(source, members)
@@ -112,7 +112,7 @@ class _Outline:
                 yield source
 
     def _sizes(self, values: list[fx.Node], members: set[fx.Node]) -> list[fx.Node]:
-        """Inputs that bind the symbols in the shapes of this run: a compiler cannot take them out of `s0*s1`."""
+        """Return the inputs that bind the symbols in the shapes of this run: Inductor cannot solve `s0*s1` for `s0`."""
         shapes = [node.meta["val"] for node in (*values, *self.run) if "val" in node.meta]
         symbols = sorted({symbol for value in shapes for symbol in free_symbols(value)}, key=str)
         bound = (self.symbols.get(symbol) for symbol in symbols)
@@ -141,7 +141,7 @@ class _Outline:
             for source in node.all_input_nodes:
                 self._copy(source)
             copied = self.inside[node] = self.graph.node_copy(node, self.inside.__getitem__)
-            set_data(copied, replace(data(node), replicated=""))  # equal regions are one, wherever they are called
+            set_data(copied, replace(data(node), replicated=""))  # equal regions are merged, wherever they are called
         return self.inside[node]
 
     @property
@@ -159,7 +159,7 @@ class _Outline:
 
 
 class _Outer:
-    """The outer program while it is written."""
+    """The outer program under construction."""
 
     def __init__(self, program: Program, fuses: bool) -> None:
         self.program, self.fuses = program, fuses
@@ -178,7 +178,7 @@ class _Outer:
         return set_data(node, Data(Shards(unit)))
 
     def begin(self, phase: Phase) -> None:
-        """Take in what the program is given; the gradients of results when these are known."""
+        """Add the program's inputs: before the backward the tangents, whose names come from the forward's results."""
         outputs = [self.values.get(value) for value in self.program.results.outputs]
         first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
         with self.graph.inserting_before(first) if first else nullcontext():
@@ -190,7 +190,7 @@ class _Outer:
                     self.values[node].meta = dict(node.meta)
 
     def call(self, outline: _Outline, phase: Phase) -> None:
-        """Append a call of the region of `outline`, and its results."""
+        """Append a call of the region of `outline` and the items of its results."""
         found = self._region(outline)
         args = [*(self.units[name] for name in outline.units), *(self.values[node] for node in outline.values)]
         source = " + ".join(outline.units) or next((data(node).source for node in outline.run if data(node).source), "")
@@ -237,5 +237,5 @@ class _Outer:
         return replace(self.program, graph=self.graph, regions=self.regions, modules={})
 
     def _outer(self, value: Any) -> Any:
-        """What stands for a value of the traced program, once a region has given it."""
+        """Return the outer node for a value of the traced program that a region has computed."""
         return self.values[value] if isinstance(value, fx.Node) else value

@@ -1,8 +1,8 @@
 """pack_small: send the small parameters of a unit in one message.
 
-A large parameter travels by itself, straight from and into contiguous memory. Biases and norms would spend a message's
-latency on a few kilobytes each; packed, they cost one message and a copy. Small parameters of one dtype lie side by
-side in a unit's shards, so packing copies only on the receiving side. A message grows to a bucket at most.
+A large parameter is sent by itself, directly from and into contiguous memory. Biases and norms would each cost the
+latency of a message for a few kilobytes; packed, they cost one message and a copy. Small parameters of the same dtype
+are adjacent in a unit's shards, so packing copies only on the receiving side. A message holds at most one bucket.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zcompile.ir.program import Program
 
 
 def pack_small(program: Program, *, small: int = SMALL_BYTES, bucket: int | None = None) -> Program:
-    """A program whose units send runs of parameters of at most `small` bytes as messages of at most `bucket` bytes."""
+    """Return a program whose units pack parameters of at most `small` bytes into messages of at most `bucket` bytes."""
     layout = program.layout
     most = math.inf if bucket is None else bucket
     return replace(program, layout=layout.with_units(tuple(_packed(unit, small, most) for unit in layout.units)))
@@ -37,7 +37,7 @@ def _packed(unit: Unit, limit: int, bucket: float) -> Unit:
 
 
 def _within(unit: Unit, run: tuple[int, ...], bucket: float) -> Iterator[tuple[int, ...]]:
-    """`run` in parts of at most `bucket` bytes, gathered or reduced, or of one parameter."""
+    """Split `run` into parts of at most `bucket` bytes, counted as gathered or reduced, or of a single parameter."""
     part: list[int] = []
     taken = 0
     for index in run:

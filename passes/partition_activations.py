@@ -1,4 +1,4 @@
-"""partition_activations: of what every tensor-parallel rank saves for the backward, keep a shard on each.
+"""partition_activations: shard the saved activations that all tensor-parallel ranks have alike.
 
     ya = region_0(a, x)     # =f32[8, 4]        ya = region_0(a, x)                 # =f32[8, 4]
     yb = region_0(b, ya)    # =f32[8, 4]        ya_offloaded = offload(ya, tp)          # i64[]@64
@@ -11,8 +11,8 @@
                                                 ya_again = wait(ya_fetch)
                                                 da, gb = region_1(b, db, ya_again)
 
-The shards are gathered `ahead` regions before the one that reads the whole (Rajbhandari et al. 2020, "ZeRO", section
-6.1: P_a, and P_a+cpu where the shards are moved away as well). What is not known to be the same on all ranks stays.
+Shards are gathered `ahead` regions before the region that reads the value (Rajbhandari et al. 2020, "ZeRO", section
+6.1: P_a, and P_a+cpu where shards are offloaded as well). Values not known to be the same on all ranks stay whole.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from zcompile.passes.common.move_saved import LEAST, movable, move
 def partition_activations(
     program: Program, *, ahead: int = 1, least: int = LEAST, moved: bool = False, whole: bool = True
 ) -> Program:
-    """A program that keeps a shard of what it saves, of at least `least` bytes, on each of the tensor-parallel ranks.
+    """Return a program that shards replicated saved activations of at least `least` bytes over tensor-parallel ranks.
 
-    `moved`: shards leave the device's memory, too. `whole`: False for a part of a model, which may save nothing.
+    `moved`: shards are offloaded from device memory, too. `whole`: False for a part of a model, which may save nothing.
 
     Raises:
-        OptionError: nothing that a whole model saves is known to be the same on all ranks.
+        OptionError: `whole`, and no saved activation is known to be the same on all ranks.
     """
     program = program.copy()
     saved = movable(program, least, ahead)
-    partitioned = [one for one in saved if data(one.node).replicated]
+    partitioned = [value for value in saved if data(value.node).replicated]
     if not partitioned:
         if whole and program.has_backward:
             why = f"has no effect: nothing of {human_bytes(least)} that is saved is known to be the same on all ranks"
@@ -49,18 +49,18 @@ def partition_activations(
         return program
     axis = program.layout.tensor
     assert axis is not None, "values are marked as replicated over an axis"
-    place = group_of(program, axis)
-    shards = [_shard_bytes(one.node, axis.size) for one in partitioned]
-    for one, nbytes in zip(partitioned[::-1], shards[::-1], strict=True):
-        move(program, one, place, kept=0 if moved else nbytes)
-    every, kept = (sum(one.nbytes for one in some) for some in (saved, partitioned))
+    group = group_of(program, axis)
+    shards = [_shard_bytes(value.node, axis.size) for value in partitioned]
+    for value, nbytes in zip(partitioned[::-1], shards[::-1], strict=True):
+        move(program, value, group, kept=0 if moved else nbytes)
+    total, kept = (sum(value.nbytes for value in values) for values in (saved, partitioned))
     note = f"partitioned activations: {len(shards)}, {human_bytes(kept)} as shards of {human_bytes(sum(shards))}"
-    return replace(program, notes=(*program.notes, f"{note}; {human_bytes(every - kept)} stay whole"))
+    return replace(program, notes=(*program.notes, f"{note}; {human_bytes(total - kept)} stay whole"))
 
 
 def _shard_bytes(node: fx.Node, ranks: int) -> int:
-    """Bytes of the largest shard, in whole elements."""
+    """Return the bytes of the largest shard, a multiple of the element size."""
     meta = data(node)
-    assert meta.type is not None, "what takes memory is a tensor"
+    assert meta.type is not None, "a saved activation is a tensor"
     size = meta.type.dtype.itemsize
     return -(-meta.nbytes // (size * ranks)) * size

@@ -1,4 +1,4 @@
-"""plan_memory: give what lives longer than an operation a fixed place in memory that is kept from step to step.
+"""plan_memory: give long-lived buffers fixed offsets in memory that is kept from step to step.
 
     a_gather = all_gather(a)                    a_gather = all_gather(a, at=arena[0:4096])
     b_gather = all_gather(b)                    b_gather = all_gather(b, at=arena[4096:8192])
@@ -8,15 +8,15 @@
     c_gather = all_gather(c)                    release(a_full)
                                                 c_gather = all_gather(c, at=arena[0:4096])
 
-What regions take and give back in between then comes out of memory without long-lived islands in it: the
-defragmentation of ZeRO-R (Rajbhandari et al. 2020, section 6.3). Places are those of gathered parameters and of
-gradients copied to be sent, packed by their lifetimes; saved activations, whose sizes vary, are copied onto a stack.
+Allocations of regions then come from memory that no long-lived buffers fragment: the defragmentation of ZeRO-R
+(Rajbhandari et al. 2020, section 6.3). Gathered parameters, and gradients that are copied to be sent, get ranges of
+the arena, packed by lifetime; saved activations, whose sizes vary, are copied onto a stack.
 
-Not placed is what outlives the step: copies that are kept, what is gathered ahead, and gradients, which users may hold.
+Buffers that outlive the step get no range: kept full copies, units gathered ahead, and gradients, which users may hold.
 
-On a GPU a place is used again only behind the work that read it: whatever writes to a place is work of the current
-stream or a collective that waits for it at its launch; and a lifetime ends behind the wait of its collective and the
-release after the last region that read it, all of them earlier in that stream.
+On a GPU, stream order makes it safe to reuse a range. Whatever writes to it is work of the current stream, or a
+collective that waits for that stream at launch; and a lifetime ends after the wait for its collective and the release
+after the last region that reads it, all of them earlier in that stream.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zcompile.passes.common.move_saved import maker_of
 
 
 def plan_memory(program: Program, *, activations: bool = False) -> Program:
-    """Gathers and reductions get places in an arena; with `activations`, what is saved goes onto a stack."""
+    """Give gathers and reductions ranges in an arena; with `activations`, copy saved activations onto a stack."""
     program = program.copy()
     if activations and program.has_backward:
         _store(program)
@@ -48,7 +48,7 @@ def plan_memory(program: Program, *, activations: bool = False) -> Program:
     arena = program.add_placeholder("arena", meta)
     for (node, span), offset in zip(spans.items(), packing.offsets, strict=True):
         op = data(node).op
-        assert isinstance(op, (AllGather, Reduce)), "only these have places"
+        assert isinstance(op, (AllGather, Reduce)), "only gathers and reductions have ranges"
         program.respell(node, replace(op, at=(offset, offset + span.nbytes)), arena)
     alive = f"of which {human_bytes(bound)} are alive at once"
     note = f"arena: {human_bytes(packing.size)} for {len(spans)} places, {alive}"
@@ -56,7 +56,7 @@ def plan_memory(program: Program, *, activations: bool = False) -> Program:
 
 
 def _store(program: Program) -> None:
-    """Let everything behind it read the copy of a saved activation on the stack, so that the first one is freed."""
+    """Copy saved activations onto the stack and let all other readers read the copy, so that the original is freed."""
     values = [node for node in program.saved() if maker_of(program, node) is not None]
     if not values:
         return

@@ -1,6 +1,6 @@
-"""recompute_activations: save less for the backward, and compute the rest again when it is needed.
+"""recompute_activations: save fewer activations for the backward, and recompute the others where they are needed.
 
-With checkpoint="unit", of two units that each multiply and apply a sine:
+With checkpoint="unit" and two units that each multiply and apply a sine:
 
     h = aten.mm.default(x, a)                          h = aten.mm.default(x, a)
     ya = aten.sin.default(h)                           ya = aten.sin.default(h)
@@ -11,8 +11,8 @@ With checkpoint="unit", of two units that each multiply and apply a sine:
     dh = aten.mul.Tensor(dya, c)                       c = aten.cos.default(h_1)
                                                        dh = aten.mul.Tensor(dya, c)
 
-A budget chooses value by value (`zcompile.passes.common.recompute_choice`), so that the step holds no more and the
-least time is lost.
+With a budget, values are chosen individually (`zcompile.passes.common.recompute_choice`) to minimize the time of
+recomputation within the budget.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def recompute_activations(
     at_once: bool = True,
     others: int = 0,
 ) -> Program:
-    """A program whose backward computes values of the forward again in place of reading them.
+    """Return a program whose backward recomputes values of the forward instead of saving them.
 
     Args:
-        program: With phases split and units assigned.
-        checkpoint: "unit" saves the input of each unit; a number of bytes bounds what the finished program holds
-            beside shards and optimizer state, a float that as a share of what it holds with nothing computed again.
-        finish: The passes that follow.
-        fuses: Of what compiles the regions, see `zcompile.cost.fusion`.
+        program: A program with phases split and units assigned.
+        checkpoint: "unit" saves the input of each unit. An int is a limit in bytes for the finished program, shards
+            and optimizer state excluded. A float is such a limit as a fraction of the peak without recomputation.
+        finish: Runs the remaining passes.
+        fuses: Whether the regions' compiler fuses operations, see `zcompile.cost.fusion`.
         whole: False for a part of a model, which may have nothing to save.
-        at_once: False if other micro-batches run between its forward and its backward.
-        others: With a budget, how many of them hold what they save meanwhile.
+        at_once: False if other micro-batches run between the program's forward and its backward.
+        others: With a budget, how many other micro-batches hold their saved values in the meantime.
 
     Raises:
-        OptionError: the budget is too small for any choice, or there is nothing to compute again.
+        OptionError: the budget is too small for any choice, or there is nothing to recompute.
     """
     if not program.has_backward:
         return program.copy()

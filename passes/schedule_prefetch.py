@@ -1,4 +1,4 @@
-"""schedule_prefetch: start gathers ahead, so that compute hides them.
+"""schedule_prefetch: start gathers early, so that compute hides them.
 
 With prefetch=1:
 
@@ -10,11 +10,11 @@ With prefetch=1:
     u1_full = wait(u1_gather)                   u1_full = wait(u1_gather)
     y = region_0(u1_full, h)                    y = region_0(u1_full, h)
 
-While a unit computes, the gathers of the next `prefetch` units are in flight; a gather never moves above the release
+While a unit computes, the gathers of the next `prefetch` units are in flight. A gather never moves above the release
 that makes room for it, nor from the backward into the forward.
 
-Secondary shards come along the outer axis, whose links are the slowest, once a step, and all of them are there at the
-turn anyway: their gathers start at once, in the order of their uses.
+Secondary shards are gathered once per step along the outer axis, whose links are the slowest, and all of them are held
+at the turn anyway. So their gathers start at the beginning of the phase, in the order of their uses.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from zcompile.ir.program import Program
 
 
 def schedule_prefetch(program: Program, *, prefetch: int = 2) -> Program:
-    """Move each gather to where the unit `prefetch` uses earlier begins."""
+    """Move each gather to where the use `prefetch` uses earlier begins."""
     program = program.copy()
     for phase in program.phases:
         uses = _first_uses(program, phase)
-        # A unit kept over the turn is full already: in the backward it begins at its first call.
+        # A unit kept full over the turn has no wait in the backward: its use begins at its first call.
         begins = [full if data(full).phase is phase else call for full, call in uses]
         for index, (full, _) in enumerate(uses):
             if data(full).phase is phase:
@@ -43,7 +43,7 @@ def schedule_prefetch(program: Program, *, prefetch: int = 2) -> Program:
 
 
 def _started_for(full: fx.Node, phase: Phase) -> list[fx.Node]:
-    """The gather of a unit, behind the wait for its secondary shards where this is their first use."""
+    """Return the gather of a unit, preceded by the wait for its secondary shards if this is their first use."""
     (gather,) = full.all_input_nodes
     secondary = [node for node in gather.all_input_nodes if isinstance(data(node).op, WaitSecondary)]
     first = [node for node in secondary if data(node).phase is phase and next(iter(node.users)) is gather]
@@ -51,22 +51,22 @@ def _started_for(full: fx.Node, phase: Phase) -> list[fx.Node]:
 
 
 def _start_outside(program: Program, phase: Phase) -> None:
-    """Move the gathers of secondary shards to the begin of `phase`, in their order."""
+    """Move the gathers of secondary shards to the start of `phase`, keeping their order."""
     others = (node for node in program.body(phase) if not isinstance(data(node).op, GatherOutside))
-    begin = next(others, None)
+    start = next(others, None)
     for node in program.nodes(GatherOutside, phase=phase):
-        assert begin is not None, "what is gathered is waited for"
-        begin.prepend(node)
+        assert start is not None, "every gather is waited for"
+        start.prepend(node)
 
 
 def _first_uses(program: Program, phase: Phase) -> list[tuple[fx.Node, fx.Node]]:
-    """Full parameters in the order in which `phase` first calls a region with them, with that call.
+    """Return full parameters in the order in which calls of `phase` first read them, each with that call.
 
-    Those of one call are in the order in which they are waited for: a gather must not move behind its own wait.
+    Parameters of the same call are in the order of their waits: a gather must not move after its own wait.
     """
     uses: dict[fx.Node, fx.Node] = {}
-    place = {full: index for index, full in enumerate(program.nodes(WaitGather))}
+    order = {full: index for index, full in enumerate(program.nodes(WaitGather))}
     for call in program.nodes(Call, phase=phase):
-        for full in sorted(place.keys() & set(call.all_input_nodes), key=place.__getitem__):
+        for full in sorted(order.keys() & set(call.all_input_nodes), key=order.__getitem__):
             uses.setdefault(full, call)
     return list(uses.items())

@@ -1,16 +1,16 @@
-"""sink_waits: wait for a reduction late, so that compute hides it.
+"""sink_waits: delay the waits for reductions, so that compute hides them.
 
     a_reduce = reduce_scatter(a, [ga])          a_reduce = reduce_scatter(a, [ga])
     a_grads = wait(a_reduce)            ->      gb = region_1(...)
     gb = region_1(...)                          a_grads = wait(a_reduce)
     b_reduce = reduce_scatter(b, [gb])          b_reduce = reduce_scatter(b, [gb])
 
-At most `depth` reductions are in flight: the full gradients that they read stay alive until the wait, and waiting for
-all of them at the end would hold every full gradient. Stage 0 keeps full gradients anyway and waits at the end, unless
-they are used up (`consumed`) as they arrive.
+At most `depth` reductions are in flight: the full gradients that they read stay alive until the wait, so waiting for
+all reductions at the end would hold every full gradient. Stage 0 keeps full gradients anyway and waits at the end,
+unless each gradient is consumed when it arrives (`consumed`).
 
-What is averaged over replicas, too, starts on its way there as soon as it has been waited for. No more than shards is
-held meanwhile, so that is waited for at the end, or where it is consumed, `depth` such messages later.
+Averages over replicas start right after the wait for the reduction. Only shards are held meanwhile, so they are waited
+for at the end, or, if gradients are consumed, before the start of the average `depth` later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zcompile.ir.program import Program
 
 
 def sink_waits(program: Program, *, depth: int = 1, consumed: bool = False) -> Program:
-    """Move the wait of each reduction before the start of the one `depth` later, or to the end."""
+    """Move the wait for each reduction to just before the reduction `depth` later starts, or to the end."""
     program = program.copy()
     (end,) = program.nodes(Results)
     for axis in program.layout.averaged:
@@ -44,11 +44,11 @@ def _later(reductions: Sequence[fx.Node], index: int, end: fx.Node) -> fx.Node:
 
 
 def _sums_with(wait: fx.Node) -> list[fx.Node]:
-    """What adds these averages, of a further micro-batch, to earlier ones, and what the last sum is averaged by."""
+    """Return the lines that add these averages to those of earlier micro-batches, and that average the last sum."""
     sums = [user for user in wait.users if isinstance(data(user).op, SumAverages) and user.args[2] is wait]
-    return [node for one in sums for node in (one, *_replicas_of(one))]
+    return [node for total in sums for node in (total, *_replicas_of(total))]
 
 
 def _replicas_of(averages: fx.Node) -> list[fx.Node]:
-    """What starts averaging averages over replicas."""
+    """Return the lines that start averaging `averages` over replicas."""
     return [user for user in averages.users if isinstance(data(user).op, Averaging)]

@@ -1,12 +1,14 @@
-"""split_phases: decide what the forward saves; parameters and what is cheaply derived from them are read again.
+"""split_phases: split the step into forward and backward, and decide which values the forward saves.
 
-t = aten.t.default(w)                          t = aten.t.default(w)
-y = aten.mm.default(x, t)                      y = aten.mm.default(x, t)
-return [y], [x, t]                  ->         return [y], [x]
+Parameters, and values cheaply derived from them, are never saved: the backward derives them again.
 
-t_1 = aten.t.default(t)                        t_2 = aten.t.default(w)
-dx = aten.mm.default(dy, t_1)                  t_1 = aten.t.default(t_2)
-dx = aten.mm.default(dy, t_1)
+    t = aten.t.default(w)                          t = aten.t.default(w)
+    y = aten.mm.default(x, t)                      y = aten.mm.default(x, t)
+    return [y], [x, t]                  ->         return [y], [x]
+
+    t_1 = aten.t.default(t)                        t_2 = aten.t.default(w)
+    dx = aten.mm.default(dy, t_1)                  t_1 = aten.t.default(t_2)
+                                                   dx = aten.mm.default(dy, t_1)
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _PARTITIONS: dict[str, Callable[..., tuple[fx.GraphModule, fx.GraphModule]]] = {
 
 
 def split_phases(program: Program, *, partition: Literal["min_cut", "default"] = "min_cut") -> Program:
-    """Divide the step at the turn by one of torch's partitioners, then read parameters again in the backward."""
+    """Split the step at the turn with one of torch's partitioners, then derive parameter views anew in the backward."""
     program = _undetached(program)
     program = _partitioned(program, partition) if program.has_backward else program
     _reread_parameters(program)
@@ -46,9 +48,9 @@ def split_phases(program: Program, *, partition: Literal["min_cut", "default"] =
 
 
 def _undetached(program: Program) -> Program:
-    """A copy of `program` that reads values themselves where it read them detached: within a graph that means nothing.
+    """Return a copy of `program` without `detach`, which has no effect within a graph.
 
-    Attention's kernels leave such views of their results to the backward: each would be a region of its own.
+    Attention kernels save detached views of their results for the backward: each view would become a region.
     """
     program = program.copy()
     ends = {*program.results.outputs, *program.results.backward_nodes()}
@@ -62,9 +64,9 @@ def _undetached(program: Program) -> Program:
 
 
 def _copy_overwritten(program: Program) -> None:
-    """Let the backward read a copy of each buffer that the forward overwrites, as what it computes again may read it.
+    """Let the backward read a copy of each buffer that the forward overwrites: recomputation needs the old value.
 
-    So it is with batch normalization within `torch.utils.checkpoint`.
+    This happens with batch normalization within `torch.utils.checkpoint`.
     """
     placeholders = program.graph.find_nodes(op="placeholder")
     for node in placeholders:
@@ -107,9 +109,9 @@ def _partitioned(program: Program, partition: str) -> Program:
 
 
 def _drop_repeated_draws(forward: fx.Graph, backward: fx.Graph) -> None:
-    """Erase draws of the forward that a partitioner repeats in the backward, where nothing reads them.
+    """Erase random draws of the forward that the partitioner repeats in the backward without any reader.
 
-    They are never dead code to FX, and would move the generator on.
+    FX never treats them as dead code, and they would advance the generator.
     """
     drawn = {node.name for node in forward.nodes if is_random(node)}
     for node in reversed(backward.nodes):
@@ -118,9 +120,9 @@ def _drop_repeated_draws(forward: fx.Graph, backward: fx.Graph) -> None:
 
 
 def _joint_module(program: Program) -> fx.GraphModule:
-    """The joint graph as partitioners take it: one flat list of outputs, then of gradients."""
+    """Return the joint graph as partitioners expect it: its results are one flat list, outputs then gradients."""
     copy = program.copy()
-    for node in [one for one in copy.graph.find_nodes(op="placeholder") if _joint_name(one) != one.name]:
+    for node in [node for node in copy.graph.find_nodes(op="placeholder") if _joint_name(node) != node.name]:
         with copy.graph.inserting_before(node):
             tangent = copy.graph.placeholder(_joint_name(node))
         tangent.meta = node.meta
@@ -137,9 +139,9 @@ def _joint_module(program: Program) -> fx.GraphModule:
 
 
 def _joint_name(node: fx.Node) -> str:
-    """What a placeholder is called in the joint graph: partitioners know tangents by their names.
+    """Return the name of a placeholder in the joint graph: partitioners recognize tangents by name.
 
-    Of others they take what they compute again for values of the forward, and put it in front of the whole backward.
+    A tangent under any other name counts as a forward value, and what they recompute would precede the whole backward.
     """
     op = data(node).op
     is_tangent = isinstance(op, Input) and op.kind is Kind.TANGENT
@@ -147,7 +149,7 @@ def _joint_name(node: fx.Node) -> str:
 
 
 def _append(graph: fx.Graph, part: fx.Graph, values: dict[str, fx.Node], phase: Phase) -> list[Any]:
-    """Copy `part` to the end of `graph`; placeholders are found by name in `values`. Returns what `part` returned."""
+    """Append `part` to `graph`, looking up placeholders by name in `values`; return the copies of its results."""
     inside: dict[fx.Node, fx.Node] = {}
     for node in part.nodes:
         if node.op == "placeholder":
@@ -166,19 +168,19 @@ def _append(graph: fx.Graph, part: fx.Graph, values: dict[str, fx.Node], phase: 
 
 
 def _replayed_value(node: fx.Node) -> Any:
-    """The value of a replay of random numbers, of which torch's partitioner says nothing."""
+    """Return the fake value of a replayed random operation, which torch's partitioner leaves unset."""
     of_values: Any = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     (_, operation, *args), kwargs = of_values
     return operation(*args, **kwargs)
 
 
 def _is_state(node: fx.Node) -> bool:
-    """True for the state of a generator, as it is kept for the backward."""
+    """Return True for the generator state that is saved for the backward."""
     return node.target is operator.getitem and node.all_input_nodes[0].target is saved_random and not node.args[1]
 
 
 def _of_fixed_size(state: fx.Node) -> torch.Tensor:
-    """The value of a generator's state, which torch's partitioner takes for one of any size."""
+    """Return the fake value of a generator state with its fixed size, which torch's partitioner makes symbolic."""
     drawn = (user.meta["val"] for user in state.all_input_nodes[0].users if user is not state)
     return random_state(next(drawn))
 
@@ -186,7 +188,7 @@ def _of_fixed_size(state: fx.Node) -> torch.Tensor:
 def _renamed(
     forward: fx.Graph, backward: fx.Graph, values: dict[str, fx.Node], saved: list[fx.Node]
 ) -> dict[str, fx.Node]:
-    """Saved values that the backward calls otherwise than the forward: random states, in the order of both."""
+    """Map the backward's names of saved values that the forward names differently, random states, by their order."""
     entries = [node.name for node in backward.find_nodes(op="placeholder")]
     (ends,) = forward.output_node().args
     names = [node.name for node in list(ends)[-len(saved) :]] if saved else []  # type: ignore[arg-type]
@@ -195,10 +197,10 @@ def _renamed(
 
 
 def _known(node: fx.Node) -> Data:
-    """The data of a node; made up for one that the partitioner has put in, as it does to replay random numbers."""
+    """Return the data of a node; new data if the partitioner inserted it, as it does to replay random numbers."""
     source = node.all_input_nodes[0] if node.target is operator.getitem else None
     if has_data(node):
-        # What was drawn has the data of the operation in whose place it stands: it is a result of that now.
+        # The drawn value inherits the data of the operation that it replaces, but is an item of a pair now.
         of_pair = source is not None and source.target is saved_random
         return replace(data(node), op=Item(1)) if of_pair else data(node)
     several = source is not None and (
@@ -209,13 +211,13 @@ def _known(node: fx.Node) -> Data:
 
 
 def _drawn_for(node: fx.Node) -> str:
-    """The module whose code draws what a `saved_random` gives; empty for any other node."""
+    """Return the module whose code draws the value of a `saved_random`; "" for any other node."""
     drawn = (user for user in node.users if node.target is saved_random and has_data(user))
     return next((data(user).source for user in drawn), "")
 
 
 def _reread_parameters(program: Program) -> None:
-    """Derive again, in the backward, what it uses of values derived from parameters in the forward."""
+    """Derive the parameter views that the backward reads again there, instead of saving them in the forward."""
     derived = {node for node in derived_values(program) if data(node).phase is Phase.FORWARD}
     again: dict[fx.Node, fx.Node] = {}
 

@@ -1,1 +1,1 @@
-"""What several passes share."""
+"""Code that several passes share."""

@@ -1,7 +1,7 @@
-"""What goes from one pipeline stage to another: the values at the boundary of its program.
+"""The values that pipeline stages exchange: the boundary of a stage's program.
 
-The program of a stage is a step like any other: what other stages give it are inputs and tangents, what it gives them
-results and gradients of inputs. A `Boundary` says which is which, by the names of the values in the traced step.
+The program of a stage is a step like any other: it receives values from other stages as inputs and tangents, and sends
+values to them as results and gradients of inputs. A `Boundary` maps these to values of the traced step, by name.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Crossing:
     value: str
     """Its name in the traced step."""
     stage: int
-    """The other stage: that it comes from, or goes to."""
+    """The other stage: the sender of a received value, the receiver of a sent one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lending:
-    """A parameter that several stages read, of which one keeps it.
+    """A parameter that several stages read and one of them, its home stage, keeps.
 
-    Its value, which that stage gives another one once a step; and back the sum of its gradients over the micro-batches.
+    Once per step the home stage sends its value to another, which sends back the sum of its micro-batches' gradients.
     """
 
     param: str
@@ -43,24 +43,24 @@ class Lending:
 
 
 End = int | Crossing | Lending
-"""A place at the boundary: of an input or result of the traced step its number, else what is received or sent."""
+"""One value at the boundary: the number of an input or result of the traced step, or what is received or sent."""
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What the program of a stage is given and gives, place by place.
+    """Where each input of a stage's program comes from, and where each result goes.
 
     Attributes:
-        inputs: By the number of each input of kind DATA.
-        tangents: By the number of each input of kind TANGENT: gradients that the backward begins with.
-        outputs: Of the forward's results.
-        gradients: Of the gradients that the backward gives, those of parameters left out.
-        draws: The random draws of the traced step that the forward and the backward make, by number.
-        lends: The values of parameters of this stage that it gives others: see `PipelineStage.lent`.
-        collects: From which stages it gets gradients of these.
-        written: By the number of each result that is the new value of a buffer, which input that is.
-        summands: Of each parameter that several stages read, by its name, the values of the traced step whose sum is
-            its gradient in this stage.
+        inputs: For each input of kind DATA, in order.
+        tangents: For each input of kind TANGENT, in order: gradients that the backward begins with.
+        outputs: For each result of the forward.
+        gradients: For each gradient that the backward returns, gradients of parameters excluded.
+        draws: The numbers of the traced step's random draws that the forward and the backward make.
+        lends: The parameters of this stage that it sends to other stages: see `PipelineStage.lent`.
+        collects: Those of `lends` for which the other stage sends gradients back.
+        written: Maps the number of each result that is the new value of a buffer to the number of that input.
+        summands: Maps the name of each parameter that several stages read to the values of the traced step whose sum
+            is its gradient in this stage.
     """
 
     inputs: tuple[End, ...]
@@ -75,31 +75,31 @@ class Boundary:
 
     @property
     def shape(self) -> tuple[tuple[str, ...], ...]:
-        """What kind of end each place has: what equal stages have in common."""
+        """The types of all ends: equal for stages with the same structure."""
         ends = (self.inputs, self.tangents, self.outputs, self.gradients)
-        return tuple(tuple(type(end).__name__ for end in some) for some in ends)
+        return tuple(tuple(type(end).__name__ for end in side) for side in ends)
 
     @property
     def sent_back(self) -> int:
-        """How many of the gradients go to other stages for each micro-batch; they are the first ones."""
+        """How many of `gradients` are sent to other stages for each micro-batch; they are the first ones."""
         return sum(isinstance(end, Crossing) for end in self.gradients)
 
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """A stage of a pipeline: its number, its program for one micro-batch, and what that has to do with the others."""
+    """A pipeline stage: its number, its program for one micro-batch, and the boundary to the other stages."""
 
     number: int
     program: Program
     boundary: Boundary
     lent: Program | None = None
-    """What gives, once a step, copies of those parameters that it lends, each one once, in the order of `lends`."""
+    """A program, run once per step, that returns a copy of each parameter in `lends`, without repeats, in order."""
 
 
 def written_results(program: Program) -> dict[int, int]:
-    """Of a traced step, by the number of each result that is the new value of an input, which input that is.
+    """Map the number of each result of a traced step that is the new value of an input to the number of that input.
 
-    AOTAutograd gives them in front of all others, in the order of the inputs.
+    AOTAutograd returns them before all other results, in the order of the inputs.
     """
     inputs = [op for op in (op_of(node, Input) for node in program.nodes(Input)) if op.kind is Kind.DATA]
     return dict(enumerate(number for number, op in enumerate(inputs) if op.mutated))
@@ -109,9 +109,9 @@ def written_results(program: Program) -> dict[int, int]:
 
 
 class StageMessage(NamedTuple):
-    """A value that one stage gives another: its name in the traced step, to which stage, of which micro-batch.
+    """A value sent from one stage to another: its name in the traced step, the receiving stage, and the micro-batch.
 
-    Without a micro-batch it is the value of a parameter that is lent, or the sum of its gradients.
+    Without a micro-batch, it is the value of a lent parameter, or the sum of that parameter's gradients.
     """
 
     value: str
@@ -123,45 +123,45 @@ class StageMessage(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """What lines begin with that are of this micro-batch."""
+        """The prefix of the names of this micro-batch's lines."""
         return "" if self.microbatch is None else f"m{self.microbatch}_"
 
 
 def shared_parameter_value(lending: Lending) -> StageMessage:
-    """The value of a parameter, by what the stage that keeps it says of another one."""
+    """Return the message with a lent parameter's value; `lending.stage` is the receiving stage."""
     return StageMessage(f"stage{lending.stage}_{lending.value}", lending.stage)
 
 
 def collected(lending: Lending, by: int, home: int) -> StageMessage:
-    """The sum of a parameter's gradients that stage `by` gives the one that keeps it."""
+    """Return the message with the sum of a lent parameter's gradients, from stage `by` to its home stage."""
     return StageMessage(f"stage{by}_{lending.value}_grad", home)
 
 
 def messages_between(stages: Sequence[PipelineStage], table: ActionTable, sender: int, to: int) -> list[StageMessage]:
-    """What one rank sends another in a step, in its order."""
+    """Return the messages that one rank sends to another in a step, in order."""
     lent = (lending for number in table.stages_of(sender) for lending in stages[number].boundary.lends)
-    found = list(map(shared_parameter_value, lent))
+    messages = list(map(shared_parameter_value, lent))
     for action in table.rows[sender]:
         for crossing in crossings(sent_ends(stages[action.stage], action.kind)):
-            found.append(StageMessage(crossing.value, crossing.stage, action.microbatch))
+            messages.append(StageMessage(crossing.value, crossing.stage, action.microbatch))
         if is_last(action, table):
-            found += [collected(one, action.stage, one.stage) for one in borrowed(stages[action.stage])]
-    return [message for message in found if table.rank_of(message.to) == to]
+            messages += [collected(lending, action.stage, lending.stage) for lending in borrowed(stages[action.stage])]
+    return [message for message in messages if table.rank_of(message.to) == to]
 
 
 def is_last(action: Action, table: ActionTable) -> bool:
-    """True for the action of a stage behind which it has all gradients of its parameters."""
+    """Return True for the action of a stage that completes the gradients of its parameters."""
     kinds = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
     return action.kind in kinds and action.microbatch == table.microbatches - 1
 
 
 def borrowed(stage: PipelineStage) -> list[Lending]:
-    """The parameters of other stages that this one computes gradients of."""
+    """Return the parameters of other stages that this stage computes gradients of."""
     return [end for end in stage.boundary.gradients if isinstance(end, Lending)]
 
 
 def sent_ends(stage: PipelineStage, kind: ActionKind) -> tuple[End, ...]:
-    """What an action of a stage gives, for this micro-batch alone."""
+    """Return the ends of the results of an action that belong to its micro-batch alone."""
     if kind is ActionKind.BACKWARD_WEIGHT:
         return ()
     boundary = stage.boundary
@@ -169,18 +169,18 @@ def sent_ends(stage: PipelineStage, kind: ActionKind) -> tuple[End, ...]:
 
 
 def crossings(ends: Sequence[End]) -> list[Crossing]:
-    """Those that are values of the traced step for other stages."""
+    """Return the ends that are values of the traced step sent to, or received from, other stages."""
     return [end for end in ends if isinstance(end, Crossing)]
 
 
 @dataclass
 class StepInputs:
-    """What a step is given: the graph, which begins with it, and where the placeholders of stages are found there."""
+    """The inputs of a rank's step: the graph, which begins with them, and its placeholders by what they stand for."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     group: fx.Node | None = None
-    """The ranks along the pipeline axis, if anything is sent."""
-    found: dict[object, fx.Node] = field(default_factory=dict)
+    """The ranks along the pipeline axis, if the rank sends or receives anything."""
+    placeholders: dict[object, fx.Node] = field(default_factory=dict)
 
     @classmethod
     def of(cls, own: Sequence[PipelineStage], table: ActionTable, rank: int, axis: str) -> StepInputs:
@@ -191,7 +191,7 @@ class StepInputs:
         ends = (end for s in own for kind in ActionKind for end in sent_ends(s, kind))
         received = (end for s in own for end in (*s.boundary.inputs, *s.boundary.tangents))
         others = [end.stage for end in (*ends, *received) if not isinstance(end, int)]
-        others += [one.stage for stage in own for one in (*stage.boundary.lends, *borrowed(stage))]
+        others += [lending.stage for stage in own for lending in (*stage.boundary.lends, *borrowed(stage))]
         if any(table.rank_of(stage) != rank for stage in others):
             given.group = given._add(Group(axis), None, Group(axis), axis)
         for stage in own:
@@ -205,7 +205,7 @@ class StepInputs:
         return given
 
     def _inputs(self, stage: PipelineStage, kind: Kind, microbatch: int | None) -> None:
-        """The inputs of a kind that are new with a micro-batch, or the same in all."""
+        """Add the inputs of a kind that belong to `microbatch`, or, if it is None, those that all of them share."""
         for node in stage.program.nodes(Input):
             op = op_of(node, Input)
             changes = op.kind is Kind.DATA and not op.held
@@ -215,23 +215,23 @@ class StepInputs:
                 self._add(key, node, replace(op, index=index, microbatch=microbatch), name)
 
     def _add(self, key: object, like: fx.Node | None, op: Operation, name: str) -> fx.Node:
-        if key not in self.found:
-            made = self.found[key] = self.graph.create_node("placeholder", name, name=name)
+        if key not in self.placeholders:
+            made = self.placeholders[key] = self.graph.create_node("placeholder", name, name=name)
             made.meta = dict(like.meta) if like is not None else {}
             set_data(made, replace(data(like), op=op, phase=Phase.STEP) if like is not None else Data(op, Phase.STEP))
-        return self.found[key]
+        return self.placeholders[key]
 
     def to(self, stage: PipelineStage, microbatch: int) -> dict[fx.Node, fx.Node]:
-        """Where the placeholders of a stage are for a micro-batch, what other stages give left out."""
-        result = {node: self.found[data(node).op] for node in stage.program.nodes(Shards, RuntimeInput)}
+        """Map the placeholders of a stage to those of the step for a micro-batch, except values of other stages."""
+        result = {node: self.placeholders[data(node).op] for node in stage.program.nodes(Shards, RuntimeInput)}
         for node in stage.program.nodes(Input):
             if (key := _key(stage, node, microbatch)) is not None:
-                result[node] = self.found[key]
+                result[node] = self.placeholders[key]
         return result
 
 
 def _key(stage: PipelineStage, node: fx.Node, microbatch: int | None) -> tuple[Kind, object, int | None] | None:
-    """What an input of a stage is known by; None for what another stage gives."""
+    """Return the key that identifies an input of a stage; None for a value from another stage."""
     op = op_of(node, Input)
     if op.kind is Kind.CONSTANT:
         return op.kind, node.name, None

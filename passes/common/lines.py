@@ -1,4 +1,4 @@
-"""Lines of units: their shards, groups of ranks, and reductions of their gradients with their waits."""
+"""Lines that several passes look up or insert: shards, groups of ranks, copies, and reductions with their waits."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from zcompile.ir.tensor_type import Dim, TensorType
 
 
 def shards_of(program: Program, unit: Unit) -> fx.Node:
-    """What stands for a unit."""
+    """Return the placeholder for the shards of a unit."""
     (shards,) = [node for node in program.nodes(Shards) if op_of(node, Shards).unit == unit.name]
     return shards
 
 
 def group_of(program: Program, axis: Axis) -> fx.Node:
-    """The placeholder for the ranks along `axis`, which is put in if there is none."""
+    """Return the placeholder for the ranks along `axis`, adding it if there is none."""
     found = next((node for node in program.nodes(Group) if op_of(node, Group).axis == axis.name), None)
     return found or program.add_placeholder(identifier(axis.name), Data(Group(axis.name)))
 
 
-def copy_of(program: Program, value: fx.Node, meta: Data, suffix: str, *beside: fx.Node) -> fx.Node:
-    """A line that gives a copy of `value`, behind what gives that; `beside`: what else it is given."""
+def copy_of(program: Program, value: fx.Node, meta: Data, suffix: str, *extra: fx.Node) -> fx.Node:
+    """Insert a copy of `value` right after the line that computes it; `extra`: further arguments of the copy."""
     with program.graph.inserting_after(after_items(called(value))):
-        copied = program.add((value, *beside), meta, f"{value.name}_{suffix}")
+        copied = program.add((value, *extra), meta, f"{value.name}_{suffix}")
     copied.meta["val"] = value.meta.get("val")
     return copied
 
@@ -57,34 +57,32 @@ def copy_of(program: Program, value: fx.Node, meta: Data, suffix: str, *beside: 
 # -- reductions -------------------------------------------------------------------------------------------------------
 
 Row = tuple[list[fx.Node | None], fx.Node]
-"""The gradients of a unit's parameters of one micro-batch, and the last line that they, and those before, need.
+"""A unit's gradients of one micro-batch, and the last line that computes them or those of an earlier row.
 
-Behind those of all micro-batches come what other stages have computed of parameters that they read, too.
+After the rows of all micro-batches come rows of gradients that other stages computed of shared parameters.
 """
 
 
 def reduce_gradients(program: Program, gradients: Mapping[str, Sequence[fx.Node]]) -> None:
-    """Let `program` return reduced gradients, by unit; it has a list of them for each parameter, by micro-batch."""
-    place = {node: index for index, node in enumerate(program.graph.nodes)}
-    found = [(unit, _by_microbatch(unit, gradients, place)) for unit in program.layout.units]
-    units = sorted((one for one in found if one[1]), key=lambda one: place[one[1][-1][1]])
+    """Reduce the `gradients` of each parameter, one per micro-batch, and let `program` return them, by unit."""
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    units = [(unit, _by_microbatch(unit, gradients, position)) for unit in program.layout.units]
+    units = sorted(((unit, rows) for unit, rows in units if rows), key=lambda entry: position[entry[1][-1][1]])
     reduce = _each if program.layout.stage.gradients_sharded else _together
     reduced = [reduce(program, unit, rows) for unit, rows in units]
     results = program.results
     set_results(program.graph, outputs=results.outputs, input_gradients=results.input_gradients, reduced=reduced)
 
 
-def _by_microbatch(unit: Unit, gradients: Mapping[str, Sequence[fx.Node]], place: dict[fx.Node, int]) -> list[Row]:
+def _by_microbatch(unit: Unit, gradients: Mapping[str, Sequence[fx.Node]], position: dict[fx.Node, int]) -> list[Row]:
     lists = [gradients.get(param.name) for param in unit.params]
-    count = max((len(one) for one in lists if one is not None), default=0)
-    rows = [
-        [one[number] if one is not None and number < len(one) else None for one in lists] for number in range(count)
-    ]
+    count = max((len(grads) for grads in lists if grads is not None), default=0)
+    rows = [[grads[number] if grads and number < len(grads) else None for grads in lists] for number in range(count)]
     result: list[Row] = []
     for row in rows:
-        # What another stage of this rank has computed may be there before this one's own last gradient.
+        # Gradients that another stage of this rank computed may come before this stage's own last gradient.
         before = [last for _, last in result[-1:]]
-        result.append((row, max((node for node in (*row, *before) if node is not None), key=place.__getitem__)))
+        result.append((row, max((node for node in (*row, *before) if node is not None), key=position.__getitem__)))
     return result
 
 
@@ -105,12 +103,12 @@ def _together(program: Program, unit: Unit, rows: list[Row]) -> fx.Node:
 
 
 def _sum_dtype(unit: Unit, params: Sequence[str]) -> torch.dtype | None:
-    """In which the gradients of some parameters are summed, if not in their own."""
+    """Return the dtype in which gradients of `params` are summed; None if that is their own dtype."""
     return next((param.sum_dtype for param in unit.params if param.name in params and param.sum_dtype), None)
 
 
 def _sum_type(unit: Unit, params: Sequence[str], dtype: torch.dtype | None) -> TensorType | None:
-    """What a sum takes that is not in the memory of the first gradients: those of its dtype, one behind the other."""
+    """Return the type of the 1-D buffer for sums in `dtype`; None if they reuse the memory of the first gradients."""
     if dtype is None:
         return None
     numel = sum(param.numel for param in unit.params if param.name in params and param.sum_dtype is dtype)
@@ -118,7 +116,7 @@ def _sum_type(unit: Unit, params: Sequence[str], dtype: torch.dtype | None) -> T
 
 
 def _each(program: Program, unit: Unit, rows: list[Row]) -> fx.Node:
-    """Reduce the gradients of each micro-batch, and add up the averages; over replicas, of all of them together."""
+    """Reduce the gradients of each micro-batch and add up the averages; average only their sum over replicas."""
     shards, total, outside = shards_of(program, unit), None, program.layout.outside
     added = program.layout.away and not outside and len(rows) > 1
     for number, (row, last) in enumerate(rows):
@@ -144,7 +142,7 @@ def _averaged_inside(
     *,
     added: bool = False,
 ) -> fx.Node:
-    """Reduce gradients over the ranks that shard. `added`: see `WaitReduce`."""
+    """Reduce gradients over the sharding ranks. `added`: see `WaitReduce`."""
     listed = grads if not isinstance(grads, fx.Node) else ()
     params = (
         op_of(grads, Sum).params
@@ -161,7 +159,7 @@ def _averaged_inside(
 
 
 def _averaged_outside(program: Program, unit: Unit, averages: fx.Node) -> fx.Node:
-    """Reduce what has been reduced inside over the ranks of one axis outside after the other, if there are any."""
+    """Average gradients that were reduced inside over the ranks of each outer axis in turn, if there are any."""
     params = data(averages).op.params  # type: ignore[attr-defined]
     shards, phase, layout = shards_of(program, unit), _phase_of(program), program.layout
     dtypes = unit.reduction_dtype, unit.outer_dtype
@@ -178,7 +176,7 @@ def _phase_of(program: Program) -> Phase:
 
 
 def _owned(program: Program, grad: fx.Node | None, unit: Unit) -> fx.Node | None:
-    """`grad`, copied where another value may share its memory: a reduction works in place, and its result is kept."""
+    """Return `grad`, or a copy if another value may share its memory: reductions work in place and keep the result."""
     if grad is None:
         return None
     results = program.results
@@ -192,16 +190,16 @@ def _owned(program: Program, grad: fx.Node | None, unit: Unit) -> fx.Node | None
 
 
 def _has_sibling_view(program: Program, grad: fx.Node) -> bool:
-    """True if another result of the same call is a view of `grad`."""
+    """Return True if another result of the same call may alias `grad`."""
     if not isinstance(data(grad).op, Item):
         return False
     return any(may_show(program, item, grad) for item in items_of(grad.all_input_nodes[0]))
 
 
 def _next_line(program: Program, last: fx.Node) -> fx.Node:
-    """The line of the backward before which the reduction may stand: releases and earlier reductions are in front.
+    """Return the line before which to insert a reduction: after `last`, and the releases and reductions that follow it.
 
-    What is released first does not stand beside the copies that a reduction makes.
+    Releasing memory first lowers the peak, as the reduction may make copies.
     """
     phase = _phase_of(program)
     if data(last).phase is not phase or last.op == "placeholder":

@@ -1,4 +1,4 @@
-"""Moving what is saved for the backward elsewhere, and back before it is read."""
+"""Offloading saved activations, and fetching them back before they are read."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from zcompile.ir.tensor_type import TensorType, human_bytes
 from zcompile.torch_internals.operators import saved_random
 
 LEAST = 2**16
-"""Bytes of what is worth a way out and back."""
+"""Least bytes of a value that is worth offloading."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A value that may be elsewhere from where it is made until it is read again.
+    """A value that can be offloaded after it is computed and fetched before it is read again.
 
     Attributes:
         node: The value.
-        nbytes: What it takes.
-        maker: The line that has made it.
-        until: The last line that reads it before it is gone.
-        early: The line before which it is fetched.
-        readers: The lines that read it again, in order.
+        nbytes: Its size in bytes.
+        maker: The line that computes it.
+        until: The last line that reads it before it is offloaded.
+        early: The line before which the fetch starts.
+        readers: The lines that read it after the fetch, in order.
     """
 
     node: fx.Node
@@ -44,9 +44,9 @@ class Saved:
 
 
 def movable(program: Program, least: int, ahead: int) -> list[Saved]:
-    """What is saved of at least `least` bytes that can be elsewhere meanwhile, and be fetched `ahead` regions early.
+    """Return the saved values of at least `least` bytes that can be offloaded, to be fetched `ahead` regions early.
 
-    Regions of the backward behind the first read it, and nothing else does.
+    In the backward, only regions after the first one may read them.
     """
     calls, result = program.nodes(Call, phase=Phase.BACKWARD), []
     for node in program.saved() if calls else ():
@@ -59,20 +59,20 @@ def movable(program: Program, least: int, ahead: int) -> list[Saved]:
     return result
 
 
-def move(program: Program, saved: Saved, place: fx.Node, *, kept: int = 0) -> None:
-    """Offload a value at `place` as soon as it is there, and let its readers have what is fetched.
+def move(program: Program, saved: Saved, storage: fx.Node, *, kept: int = 0) -> None:
+    """Offload a value to `storage` as soon as it is computed, and let its readers read the fetched value.
 
-    `kept`: bytes of the device's memory that it takes there.
+    `kept`: the bytes of device memory that it takes there.
     """
     node, meta, first = saved.node, data(saved.node), data(saved.readers[0])
     with program.graph.inserting_after(after_items(saved.maker)):
         number = TensorType.make(torch.int64, ())
         left = Data(Offload(), meta.phase, number, meta.source, storage=kept, action=meta.action)
-        offloaded = program.add((node, place), left, f"{node.name}_offloaded")
+        offloaded = program.add((node, storage), left, f"{node.name}_offloaded")
     offloaded.meta["val"] = node.meta["val"].new_empty((), dtype=torch.int64, device="cpu")
     with program.graph.inserting_before(saved.early):
         coming = Data(Fetch(), first.phase, meta.type, meta.source, action=data(saved.early).action)
-        fetch = program.add((offloaded, place), coming, f"{node.name}_fetch")
+        fetch = program.add((offloaded, storage), coming, f"{node.name}_fetch")
     with program.graph.inserting_before(saved.readers[0]):
         back = Data(WaitFetch(), first.phase, meta.type, meta.source, view=True, action=first.action)
         again = program.add((fetch,), back, f"{node.name}_again")
@@ -82,34 +82,34 @@ def move(program: Program, saved: Saved, place: fx.Node, *, kept: int = 0) -> No
 
 
 def offload(program: Program, left: list[Saved], choose: Callable[[list[Saved]], Sequence[Saved]]) -> Program:
-    """`program` with what `choose` takes of what is left, time after time, moved out of the device's memory."""
+    """Offload the values that `choose` picks out of `left`, called again until it picks none."""
     if not left:
         return program
     away, moved = program.add_placeholder("away", Data(OffloadStore(), program.phases[0])), list[Saved]()
     while chosen := choose(left):
-        for one in chosen:
-            move(program, one, away)
+        for value in chosen:
+            move(program, value, away)
         moved += chosen
-        left = [one for one in left if one not in moved]
+        left = [value for value in left if value not in moved]
     if not moved:
         program.graph.erase_node(away)
-    gone, stay = (human_bytes(sum(one.nbytes for one in some)) for some in (moved, left))
+    gone, stay = (human_bytes(sum(value.nbytes for value in values)) for values in (moved, left))
     note = f"activations away: {len(moved)}, {gone}; {stay} stay that could be"
     return replace(program, notes=(*program.notes, note))
 
 
 def away_at_peak(program: Program, left: Sequence[Saved]) -> tuple[int, list[Saved]]:
-    """The most bytes that a line of the step holds, and what of `left` would be elsewhere there."""
+    """Return the peak bytes of the step, and the values of `left` that would be offloaded at the peak."""
     peak, held = max(live_bytes(program).items(), key=lambda line: line[1])
-    place = {node: index for index, node in enumerate(program.graph.nodes)}
-    return held, [one for one in left if place[one.until] < place[peak] < place[one.early]]
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    return held, [saved for saved in left if position[saved.until] < position[peak] < position[saved.early]]
 
 
 def maker_of(program: Program, node: fx.Node) -> fx.Node | None:
-    """The region that has made `node`, which is saved for the backward, if a copy elsewhere lets its memory go.
+    """Return the call that computed the saved value `node` if copying the value elsewhere frees its memory, else None.
 
-    It does not where another value shows that memory. What the last region leaves, the backward's first takes at once.
-    States of random number generators stay as they are: torch reads them from the beginning of their storage.
+    It does not if another value aliases that memory. Values of the last region are excluded, as the backward reads them
+    at once, and so are random generator states, which torch reads from the beginning of their storage.
     """
     meta, call = data(node), called(node)
     if meta.phase is not Phase.FORWARD or not isinstance(data(call).op, Call) or not meta.nbytes:
@@ -122,7 +122,7 @@ def maker_of(program: Program, node: fx.Node) -> fx.Node | None:
 
 
 def is_random_state(program: Program, node: fx.Node) -> bool:
-    """True for the first result of what saves the state of a random number generator and draws; `node`: of a region."""
+    """Return True if `node`, a result of a region, is the generator state that `saved_random` returns."""
     op = data(node).op
     region = program.regions[op_of(called(node), Call).region]
     made = region.outputs[op.index if isinstance(op, Item) else 0]

@@ -1,16 +1,16 @@
-"""What the backward may compute again in place of reading it, and the rewriting that does so.
+"""Which values the backward may recompute instead of reading them, and the rewriting that recomputes them.
 
-A *run* is what becomes a region: consecutive operations of one unit. A value of the forward that a run of the backward
-reads is saved over the turn, or computed again within that run, from values that are saved.
+A *run* is a future region: consecutive operations of one unit. A value of the forward that a run of the backward reads
+is either saved over the turn, or recomputed within that run from saved values.
 
-What is never computed again:
+These are never recomputed:
 
-- values that come from another unit's parameters: the unit would be gathered once more;
-- communication of the model's own code, but for units whose input alone is saved (`collectives`): where values are
-  chosen one by one, ranks whose batches differ could choose otherwise, and would wait for each other forever;
-- what writes to its arguments, and control flow.
+- values computed from another unit's parameters: that unit would be gathered once more;
+- collectives in the model's own code, unless only each unit's input is saved (`collectives`): if values are chosen
+  individually, ranks whose batches differ could choose differently and would deadlock;
+- operations that write to their arguments, and control flow.
 
-Views and items of several results cost nothing: what counts is the value that owns the memory.
+Views and items cost nothing: only the value that owns the memory counts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zcompile.torch_internals.sizes import is_symbolic
 
 @dataclass(frozen=True, slots=True)
 class RegionRun:
-    """What becomes a region; `index` counts the runs of the forward, then those of the backward."""
+    """A future region; `index` counts the runs of the forward, then the runs of the backward."""
 
     index: int
     phase: Phase
@@ -45,9 +45,9 @@ class RegionRun:
 
 
 def runs(nodes: list[fx.Node]) -> list[list[fx.Node]]:
-    """Maximal runs of one unit; glue joins the run before it, at the beginning the one after.
+    """Split `nodes` into maximal runs of one unit; glue joins the run before it, or at the start the run after it.
 
-    What a divided backward leaves for later begins runs of its own.
+    Deferred operations of a divided backward form runs of their own.
     """
     runs: list[list[fx.Node]] = []
     home: dict[fx.Node, list[fx.Node]] = {}
@@ -67,7 +67,7 @@ def runs(nodes: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 class SavedValueAnalysis:
-    """What crosses the turn from forward to backward, of a program with phases split and units assigned."""
+    """The values that cross the turn from forward to backward, in a program with phases split and units assigned."""
 
     def __init__(self, program: Program, *, collectives: bool = False) -> None:
         self.program, self.collectives = program, collectives
@@ -86,7 +86,7 @@ class SavedValueAnalysis:
 
     @cached_property
     def needs(self) -> dict[int, list[fx.Node]]:
-        """For each run of the backward, the values of the forward that it reads; of views, what they are taken from."""
+        """For each run of the backward, the values of the forward that it reads; for views, the values behind them."""
         result = {}
         for run in self.backward:
             read = dict.fromkeys(v for node in run.nodes for v in node.all_input_nodes if self.crosses(v))
@@ -95,35 +95,35 @@ class SavedValueAnalysis:
 
     @cached_property
     def returned(self) -> set[fx.Node]:
-        """Values that the caller holds anyway, as results or as the memory of results."""
+        """The values that the caller holds anyway, as results or as the memory behind results."""
         return {self.owner(value) for value in self.program.results.outputs if isinstance(value, fx.Node)}
 
     def crosses(self, value: fx.Node) -> bool:
-        """True for what the forward computes and would have to save: no input, size, or part of a parameter."""
+        """Return True for a value that the forward computes and would have to save: no input, size or derived value."""
         meta = data(value)
         computed = value.op == "call_function" and meta.phase is Phase.FORWARD
         return computed and value not in self.derived and not is_symbolic(value.meta.get("val"))
 
     def owner(self, value: fx.Node) -> fx.Node:
-        """The value whose memory `value` shows: itself, unless it is a view."""
+        """Return the value that owns the memory of `value`: itself, unless it is a view."""
         while self.is_view(value):
             value = value.all_input_nodes[0]
         return value
 
     def is_view(self, value: fx.Node) -> bool:
-        """True for a view of another value that is computed here, and for one of several views."""
+        """Return True for a view of another value, and for an item of an operation that returns views."""
         if isinstance(data(value).op, Item):
             return self.is_view(value.all_input_nodes[0])
         return value.op == "call_function" and is_view(value) and bool(value.all_input_nodes)
 
     def operation(self, value: fx.Node) -> fx.Node:
-        """What computes `value`: itself, or the operation of which it is one of several results."""
+        """Return the operation that computes `value`: the node itself, or the source of an item."""
         while isinstance(data(value).op, Item):
             value = value.all_input_nodes[0]
         return value
 
     def sources(self, value: fx.Node) -> list[fx.Node]:
-        """The values of the forward that computing `value` takes, down to those that own memory."""
+        """Return the values of the forward that computing `value` reads, looking through views to memory owners."""
         result: dict[fx.Node, None] = {}
         for source in self.operation(value).all_input_nodes:
             if self.crosses(source):
@@ -131,11 +131,11 @@ class SavedValueAnalysis:
         return list(result)
 
     def owners(self, value: fx.Node) -> list[fx.Node]:
-        """What must be there for `value` to be: itself, or of a view what it is taken from."""
+        """Return the values that must be available to read `value`: itself, or the sources of a view."""
         return self.sources(value) if self.is_view(value) else [value]
 
     def may_recompute(self, value: fx.Node, run: int) -> bool:
-        """True if `value` may be computed again within `run` of the backward."""
+        """Return True if `value` may be recomputed within `run` of the backward."""
         operation = self.operation(value)
         read = {self.program.layout.unit_of(op_of(p, Parameter).name).name for p in self._parameters(operation)}
         communicates = self.collectives and (is_collective(operation) or is_wait(operation))
@@ -152,7 +152,7 @@ class SavedValueAnalysis:
 
 
 def _called(node: fx.Node) -> Any:
-    """The operation that a node calls, as an argument of another node."""
+    """Return the operation that a node calls, typed so that it can be an argument of another node."""
     return node.target
 
 
@@ -165,10 +165,10 @@ def _is_mutated(node: fx.Node) -> bool:
 
 
 def recompute(analysis: SavedValueAnalysis, wanted: Mapping[int, Collection[str]]) -> Program:
-    """The program whose backward computes again what is `wanted`: for each of its runs, names of the forward's values.
+    """Return a program whose backward recomputes `wanted`: for each run of the backward, names of forward values.
 
-    An operation runs again just before the first one that reads its result. What then nobody reads in the forward is
-    not computed there. An operation that draws random numbers keeps the generator's state, and is run under it again.
+    An operation is recomputed just before the first reader of its result. Operations that then have no reader in the
+    forward are removed there. A random operation saves the generator's state, and is replayed under that state.
     """
     editor = _Editor(analysis, wanted)
     for index in analysis.needs:
@@ -179,7 +179,7 @@ def recompute(analysis: SavedValueAnalysis, wanted: Mapping[int, Collection[str]
 
 
 def _merge_equal(program: Program) -> None:
-    """Let each unit's backward compute a thing once: a partitioner may have put in what now runs again for others."""
+    """Merge equal operations of a unit's backward: torch's partitioner may already recompute some of these values."""
     known: dict[Hashable, fx.Node] = {}
     for node in program.body(Phase.BACKWARD):
         meta = data(node)
@@ -190,7 +190,7 @@ def _merge_equal(program: Program) -> None:
 
 
 class _Editor:
-    """A copy of a program while values are computed again in its backward."""
+    """A copy of a program whose backward is being rewritten to recompute values."""
 
     def __init__(self, analysis: SavedValueAnalysis, wanted: Mapping[int, Collection[str]]) -> None:
         self.analysis, self.wanted = analysis, wanted
@@ -199,9 +199,9 @@ class _Editor:
         self.copies: dict[fx.Node, fx.Node] = dict(pairs)
         self.again: dict[fx.Node, fx.Node] = {}
         self.states: dict[fx.Node, fx.Node] = {}
-        """Generator states, by the operation that was run under them."""
+        """Generator states, by the random operation that was run under them."""
         self.kept: dict[fx.Node, fx.Node] = {}
-        """Copies of inputs that the forward writes to."""
+        """Copies of inputs that the forward overwrites."""
 
     def rewrite(self, index: int) -> None:
         run = self.analysis.runs[index]
@@ -213,14 +213,14 @@ class _Editor:
                     self.copies[node].replace_input_with(self.copies[source], read)
 
     def _read(self, value: fx.Node, run: RegionRun, before: fx.Node) -> fx.Node:
-        """`value` as `run` reads it: computed again, or of the forward."""
+        """Return `value` as `run` reads it: recomputed before the node `before`, or the forward's."""
         derived = value in self.analysis.derived and data(value).phase is Phase.FORWARD
         wanted = self.wanted.get(run.index, ())
         again = self.analysis.crosses(value) and any(owner.name in wanted for owner in self.analysis.owners(value))
         return self._made(value, run, before) if derived or again else self.copies[value]
 
     def _made(self, value: fx.Node, run: RegionRun, before: fx.Node) -> fx.Node:
-        """`value` computed again in `run`."""
+        """Return `value` recomputed in `run`."""
         if value not in self.again:
             read = self._made if isinstance(data(value).op, Item) else self._read
             sources = {
@@ -237,7 +237,7 @@ class _Editor:
         return self.again[value]
 
     def _kept(self, value: fx.Node, reader: fx.Node) -> fx.Node:
-        """An input as it was before the forward wrote to it, as batch normalization does: a copy of it."""
+        """Return a copy of an input made before the forward overwrites it, as batch normalization does."""
         if value not in self.kept:
             with self.program.graph.inserting_before(self.copies[reader]):
                 made = self.program.graph.create_node(
@@ -259,7 +259,7 @@ class _Editor:
         return made
 
     def _state(self, value: fx.Node) -> fx.Node:
-        """The generator's state before `value` is computed in the forward, which from now on gives it beside."""
+        """Return the generator's state before the forward draws `value`; the forward now returns it with the value."""
         if value not in self.states:
             copied, graph = self.copies[value], self.program.graph
             with graph.inserting_before(copied):

@@ -1,16 +1,16 @@
-"""Which values to save over the turn and which to compute again: the cheapest choice within a budget of memory.
+"""Which values to save over the turn and which to recompute: the cheapest choice within a memory budget.
 
-A mixed-integer program in the manner of Checkmate (Jain et al. 2020, section 4), with one step of recomputation for
-each region instead of for each operation. For every value v that the backward may need and every run k of the backward:
+A mixed-integer program in the manner of Checkmate (Jain et al. 2020, section 4), with one step of recomputation per
+region instead of per operation. For every value v that the backward may need and every run k of the backward:
 
     s[v] = 1        v is saved from its run of the forward to the last run that may need it
-    r[o, k] = 1     operation o runs again in k
-    s[v] + r[o, k] >= 1            for v, given by o, that k reads
-    s[w] + r[p, k] >= r[o, k]      for w, given by p, that o reads
-    sum of the bytes of s alive at k, and of r[., k]  <=  budget - what k holds beside
+    r[o, k] = 1     operation o is recomputed in k
+    s[v] + r[o, k] >= 1            for each v, computed by o, that k reads
+    s[w] + r[p, k] >= r[o, k]      for each w, computed by p, that o reads
+    bytes of s alive at k, plus bytes of r[., k]  <=  budget - other bytes that k holds
 
-and least is the time of what runs again. Without the last line its relaxation is a minimum cut and has integral
-solutions; the budget makes it a knapsack. HiGHS solves it (by scipy), to a gap that is reported.
+minimizing the time of recomputation. Without the last constraint, its relaxation is a minimum cut with integral
+solutions; the budget makes it a knapsack. HiGHS solves it (through scipy), to a gap that is reported.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ from zcompile.ir.program import Program
 from zcompile.passes.common.recompute import SavedValueAnalysis, recompute
 
 GAP = 0.005
-"""Relative distance from the least time at which the solver may stop."""
+"""Relative gap to the optimum at which the solver may stop."""
 SECONDS = 10.0
-"""Of one solution; what was found until then is taken."""
+"""Time limit of one solve; the best solution found by then is taken."""
 ROUNDS = 5
-"""Solutions at most: each is measured against the finished program, and what was mistaken enters the next."""
+"""Most solves: each solution is measured on the finished program, and the measurement corrects the next solve."""
 CLOSE = 0.98
-"""Share of the budget that is near enough to it."""
+"""Fraction of the budget at which a fitting solution is accepted without another solve."""
 
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """What the backward computes again: for each of its runs, the values by name."""
+    """The values that the backward recomputes: for each of its runs, their names."""
 
     again: Mapping[int, frozenset[str]]
     saved: frozenset[fx.Node]
-    """What is read of the forward, for the backward or for what runs again."""
+    """Values of the forward that the backward or its recomputation reads."""
     flops: int
-    """Of what runs again."""
+    """FLOPs of recomputation."""
     gap: float = 0.0
-    """How far the time of what runs again may be from the least, as a share of it."""
+    """Bound on the relative gap between the time of recomputation and the optimum."""
 
     def runs_again(self, operation: fx.Node, run: int) -> bool:
-        """True if `operation` is computed again in `run`, for any of its results."""
+        """Return True if `run` recomputes any result of `operation`."""
         return any(value.name in self.again[run] for value in values_of(operation))
 
 
 def choice(analysis: SavedValueAnalysis, is_saved: Callable[[fx.Node, int], bool], gap: float = 0.0) -> RecomputeChoice:
-    """All that must run again where `is_saved(value, run)` says what a run of the backward reads of the forward."""
+    """Return the choice in which each run recomputes all values that it needs, unless `is_saved(value, run)`."""
     again: dict[int, frozenset[str]] = {}
     saved: set[fx.Node] = set()
     flops = 0
@@ -84,10 +84,10 @@ def choice(analysis: SavedValueAnalysis, is_saved: Callable[[fx.Node, int], bool
 
 
 def by_unit(analysis: SavedValueAnalysis, *, at_once: bool = True) -> RecomputeChoice:
-    """Each unit's input is saved and the rest of it computed again (Chen et al. 2016, section 4).
+    """Return the choice that saves each unit's input and recomputes the rest (Chen et al. 2016, section 4).
 
-    Where the backward follows the forward `at_once`, nothing is of the unit whose backward comes first: it would be
-    computed twice and in memory all the same. Nor is what another unit reads, which is saved for that.
+    If the backward follows the forward `at_once`, the unit whose backward comes first is not recomputed: that would
+    not save memory. Nor are values that another unit's backward reads, which are saved for it.
     """
     first = analysis.backward[0].unit if analysis.backward and at_once else ""
 
@@ -100,29 +100,29 @@ def by_unit(analysis: SavedValueAnalysis, *, at_once: bool = True) -> RecomputeC
 
 
 class Problem:
-    """The choice of a program as a mixed-integer program; see the module for its variables and constraints.
+    """The mixed-integer program of the choice; see the module docstring for its variables and constraints.
 
     Args:
-        turn: What crosses the turn from forward to backward.
-        fused: Of what compiles the regions, see `zcompile.cost.fusion`.
-        others: How many other micro-batches there are that hold what they save, all the time.
+        analysis: The values that cross the turn from forward to backward.
+        fused: Whether the regions' compiler fuses operations, see `zcompile.cost.fusion`.
+        others: How many other micro-batches hold their saved values all the time.
     """
 
     def __init__(self, analysis: SavedValueAnalysis, *, fused: bool = True, others: int = 0) -> None:
         self.analysis, self.fused, self.others = analysis, fused, others
         reached = self._reached()
         self.saved = {value: column for column, value in enumerate(dict.fromkeys(value for value, _ in reached))}
-        """Columns of s."""
+        """Column of s for each value."""
         again = dict.fromkeys((analysis.operation(v), run) for v, run in reached if analysis.may_recompute(v, run))
         self.again = {key: len(self.saved) + index for index, key in enumerate(again)}
-        """Columns of r."""
+        """Column of r for each operation and run."""
         self.ends: dict[fx.Node, int] = {}
-        """The last run that may need a value."""
+        """The last run that may need each value."""
         for value, run in reached:
             self.ends[value] = max(run, self.ends.get(value, run))
 
     def _reached(self) -> list[tuple[fx.Node, int]]:
-        """All values that a run of the backward may need, itself or for what it computes again, with the run."""
+        """Return each (value, run) such that the run of the backward may need the value, directly or to recompute."""
         result: dict[tuple[fx.Node, int], None] = {}
         for run, values in self.analysis.needs.items():
             waiting = list(values)
@@ -133,18 +133,18 @@ class Problem:
                     waiting += self.analysis.sources(value) if self.analysis.may_recompute(value, run) else []
         return list(result)
 
-    # -- what things cost -----------------------------------------------------------------------------------------
+    # -- costs ----------------------------------------------------------------------------------------------------
 
     def saved_bytes(self, value: fx.Node) -> int:
-        """Bytes that saving a value takes: none of one that the caller holds anyway."""
+        """Return the bytes that saving a value takes: 0 if the caller holds it anyway."""
         return 0 if value in self.analysis.returned else data(value).nbytes
 
     def again_bytes(self, operation: fx.Node) -> int:
-        """Bytes that the results of an operation take where it runs again."""
+        """Return the bytes that the results of an operation take when it is recomputed."""
         return sum(data(node).nbytes for node in values_of(operation) if not self.fused or is_stored(node))
 
     def again_seconds(self, operation: fx.Node) -> float:
-        """Time of an operation that runs again; what fuses reads and writes little of its own."""
+        """Return the seconds of recomputing an operation; if it is fused, it moves few bytes of its own."""
         _, touched = aten_cost(operation)
         if self.fused and fuses(operation):
             touched = self.again_bytes(operation) + touched // 16
@@ -152,18 +152,18 @@ class Problem:
 
     @cached_property
     def _seconds(self) -> Any:
-        """By column, as a share of the largest: solvers like numbers near one."""
+        """Cost by column, divided by the largest: solvers need coefficients near 1."""
         again = [self.again_seconds(operation) for operation, _ in self.again]
         costs = numpy.array([0.0] * len(self.saved) + again)
         return costs / (costs.max(initial=0.0) or 1.0)
 
     @cached_property
     def _unit(self) -> float:
-        """Bytes of the largest value, in which memory is counted: for the same reason."""
+        """The unit of memory: the bytes of the largest value, for the same reason."""
         return float(max((data(value).nbytes for value in self.saved), default=0) or 1)
 
     def held(self, selection: RecomputeChoice) -> dict[int, int]:
-        """Bytes of what each run holds of saved values and of what it computes again, as this problem counts them."""
+        """Return the bytes of saved and recomputed values that each run holds, as this problem counts them."""
         count = {run.index: 0 for run in self.analysis.runs}
         for value in self.ends:
             for run in count if value in selection.saved else ():
@@ -174,15 +174,15 @@ class Problem:
         return count
 
     def _copies(self, value: fx.Node, run: int) -> int:
-        """How often a value that is saved is held in a run: of this micro-batch, and of others."""
+        """Return how many micro-batches' copies of a saved value are held during a run."""
         return self.others + (self.analysis.home[value] <= run <= self.ends[value])
 
     # -- solving --------------------------------------------------------------------------------------------------
 
-    def solve(self, budget: float | None, beside: Mapping[int, float]) -> RecomputeChoice | None:
-        """The cheapest choice in which no run holds more than `budget` bytes, if there is one.
+    def solve(self, budget: float | None, other_bytes: Mapping[int, float]) -> RecomputeChoice | None:
+        """Return the cheapest choice in which no run holds more than `budget` bytes, or None if there is none.
 
-        `beside` is what each run holds that is not chosen here. Without a budget: the choice whose peak is least.
+        `other_bytes`: the bytes that each run holds regardless of the choice. Without a budget, the peak is minimized.
         """
         from scipy.optimize import Bounds, milp  # importing scipy takes a quarter of a second
 
@@ -196,7 +196,7 @@ class Problem:
                 numpy.append(numpy.zeros(columns), peak),
                 numpy.append(numpy.ones(columns), peak if budget is not None else math.inf),
             ),
-            constraints=[self._needs(), self._memory(beside)],
+            constraints=[self._needs(), self._memory(other_bytes)],
             options={"mip_rel_gap": GAP, "time_limit": SECONDS},
         )
         if found.x is None:
@@ -207,7 +207,7 @@ class Problem:
         return choice(self.analysis, lambda value, _: value in saved, gap)
 
     def _needs(self) -> Any:
-        """What is read is saved or computed again, by the backward itself and by what it computes again."""
+        """Constrain every value that the backward or a recomputed operation reads to be saved or recomputed."""
         rows = _Rows(len(self.saved) + len(self.again) + 1)
         for run, values in self.analysis.needs.items():
             for value in values:
@@ -218,12 +218,12 @@ class Problem:
         return rows.constraint()
 
     def _sources(self, value: fx.Node, run: int) -> dict[int, float]:
-        """The columns that give `value` to `run`."""
+        """Return the columns that provide `value` in `run`, with coefficient 1."""
         again = self.again.get((self.analysis.operation(value), run))
         return {self.saved[value]: 1.0} | ({again: 1.0} if again is not None else {})
 
-    def _memory(self, beside: Mapping[int, float]) -> Any:
-        """No run holds more than the last column says."""
+    def _memory(self, other_bytes: Mapping[int, float]) -> Any:
+        """Constrain the memory of every run to be at most the last column, the peak."""
         peak = len(self.saved) + len(self.again)
         held: dict[int, dict[int, float]] = {run.index: {peak: 1.0} for run in self.analysis.runs}
         for value, column in self.saved.items():
@@ -234,12 +234,12 @@ class Problem:
             held[run][column] = -self.again_bytes(operation) / self._unit
         rows = _Rows(peak + 1)
         for run, coefficients in held.items():
-            rows.add(coefficients, least=beside.get(run, 0.0) / self._unit)
+            rows.add(coefficients, least=other_bytes.get(run, 0.0) / self._unit)
         return rows.constraint()
 
 
 class _Rows:
-    """Rows of a sparse matrix, each with the least that it may amount to."""
+    """Rows of a sparse constraint matrix, each with its lower bound."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns
@@ -264,22 +264,22 @@ class _Rows:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A choice and what comes of it."""
+    """A choice and its measured effect."""
 
     choice: RecomputeChoice
     program: Program
-    """Rewritten by it, not finished."""
+    """The program rewritten by the choice, without the passes that follow."""
     peak: int
-    """Bytes that the finished program holds at most."""
-    beside: Mapping[int, float]
-    """Bytes that each run holds at most of what was not chosen."""
+    """Peak bytes of the finished program."""
+    other_bytes: Mapping[int, float]
+    """Peak bytes of each run that do not depend on the choice."""
 
 
 _BACKWARD = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 
 def _phase_of(call: fx.Node) -> Phase:
-    """Of a program, or of the step that a pipeline makes of it."""
+    """Return the phase of a call in a program, or in a pipeline step, where its action says it."""
     kind = data(call).action.strip("0123456789")
     if not kind:
         return data(call).phase
@@ -287,16 +287,16 @@ def _phase_of(call: fx.Node) -> Phase:
 
 
 class Budget:
-    """Choices measured against the program that comes of them."""
+    """Makes choices, measured on the finished programs that result."""
 
     def __init__(
         self, analysis: SavedValueAnalysis, finish: Callable[[Program], Program], *, fused: bool = True, others: int = 0
     ) -> None:
-        """`finish` rewrites a program as the passes do that follow the choice; for the others see `Problem`."""
+        """`finish` runs the passes that follow the choice; for the other arguments see `Problem`."""
         self.analysis, self.finish, self.problem = analysis, finish, Problem(analysis, fused=fused, others=others)
 
     def outcome(self, selection: RecomputeChoice) -> Outcome:
-        """What a run holds beside what is chosen (full parameters, gradients, values that come and go) is read off."""
+        """Apply a choice, and measure the finished program's peak and other bytes (parameters, temporaries) by run."""
         program = recompute(self.analysis, selection.again)
         finished = self.finish(program)
         live = live_bytes(finished)
@@ -306,19 +306,19 @@ class Budget:
                 key = _phase_of(call), unit
                 peaks[key] = max(live[call], peaks.get(key, 0))
         held = self.problem.held(selection)
-        beside = {run.index: peaks.get((run.phase, run.unit), 0) - held[run.index] for run in self.analysis.runs}
-        return Outcome(selection, program, max(live.values(), default=0), beside)
+        other_bytes = {run.index: peaks.get((run.phase, run.unit), 0) - held[run.index] for run in self.analysis.runs}
+        return Outcome(selection, program, max(live.values(), default=0), other_bytes)
 
     def untouched(self) -> Outcome:
-        """Nothing is computed again."""
+        """Return the outcome without recomputation."""
         return self.outcome(choice(self.analysis, lambda *_: True))
 
     def within(self, budget: int, start: Outcome) -> Outcome:
-        """The cheapest choice whose finished program holds at most `budget` bytes; if there is none, the smallest."""
+        """Return the cheapest outcome with a peak of at most `budget` bytes, or the smallest if there is none."""
         outcomes = [start]
         allowed = float(budget)
         for _ in range(ROUNDS):
-            selection = self.problem.solve(allowed, outcomes[-1].beside)
+            selection = self.problem.solve(allowed, outcomes[-1].other_bytes)
             if selection is None:
                 break
             outcomes.append(self.outcome(selection))
@@ -328,11 +328,11 @@ class Budget:
             if selection.again == outcomes[-2].choice.again:
                 allowed -= max(outcomes[-1].peak - budget, 0)
         fitting = [outcome for outcome in outcomes if outcome.peak <= budget]
-        return min(fitting, key=lambda one: (one.choice.flops, -one.peak)) if fitting else self._smallest(outcomes)
+        return min(fitting, key=lambda fit: (fit.choice.flops, -fit.peak)) if fitting else self._smallest(outcomes)
 
     def _smallest(self, outcomes: list[Outcome]) -> Outcome:
         for _ in range(2):
-            selection = self.problem.solve(None, outcomes[-1].beside)
-            assert selection is not None, "some peak can be kept"
+            selection = self.problem.solve(None, outcomes[-1].other_bytes)
+            assert selection is not None, "without a budget the problem is feasible"
             outcomes = [*outcomes, self.outcome(selection)]
         return min(outcomes, key=lambda outcome: outcome.peak)

@@ -1,6 +1,6 @@
-"""Which pipeline stage each operation of a traced step belongs to, and what stages give each other.
+"""Which pipeline stage each operation of a traced step belongs to, and which values stages exchange.
 
-The forward is cut where units begin; everything else follows from that, as `cut_stages` says.
+The forward is cut where units begin; everything else follows from that, as `cut_stages` describes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zcompile.torch_internals.aot_autograd import sequence_number
 
 
 def begins_of_units(program: Program) -> dict[str, int]:
-    """Where in the forward each unit begins, by the number of the node."""
+    """Return the index of the node at which each unit begins in the forward."""
     known = known_everywhere(program)
     begins: dict[str, int] = {}
     for index, node in enumerate(program.graph.nodes):
@@ -35,7 +35,7 @@ def begins_of_units(program: Program) -> dict[str, int]:
 
 
 def known_everywhere(program: Program) -> set[fx.Node]:
-    """What each stage can compute for itself: out of inputs alone, or cheaply out of parameters."""
+    """Return the nodes that each stage can compute for itself: from inputs alone, or cheaply from parameters."""
     known = {node for node in program.nodes(Input) if not op_of(node, Input).mutated}
     tangents = {node for node in known if op_of(node, Input).kind is Kind.TANGENT}
     for node in program.graph.nodes:
@@ -52,12 +52,12 @@ def known_everywhere(program: Program) -> set[fx.Node]:
 
 @dataclass(frozen=True)
 class StageAssignment:
-    """Which stage each operation of a traced step belongs to, and what the stages give each other."""
+    """Which stage each operation of a traced step belongs to, and which values the stages exchange."""
 
     program: Program
     starts: tuple[str, ...]
     settled: Mapping[str, int] | None = None
-    """The stage that keeps each parameter, where it has been chosen for another program of the model."""
+    """The home stage of each parameter, if already chosen for another program of the model."""
 
     @property
     def count(self) -> int:
@@ -69,23 +69,23 @@ class StageAssignment:
 
     @cached_property
     def stages(self) -> dict[fx.Node, int]:
-        """The stage of each operation that is of one stage alone."""
+        """The stage of each operation that belongs to a single stage."""
         bounds, result = self._bounds(), dict[fx.Node, int]()
         homes: dict[int | str, int] = {}
         for index, node in enumerate(self.program.graph.nodes):
             if node in self.known or not isinstance(data(node).op, (Compute, Item)):
                 continue
-            of = data(node).unit if (number := sequence_number(node)) is None else number
+            origin = data(node).unit if (number := sequence_number(node)) is None else number
             if data(node).phase is Phase.BACKWARD:
-                result[node] = self._stage_of_backward(node, result, homes.get(of))
+                result[node] = self._stage_of_backward(node, result, homes.get(origin))
                 continue
             result[node] = sum(index >= bound for bound in bounds)
-            if of != "":
-                homes[of] = max(result[node], homes.get(of, 0))
+            if origin != "":
+                homes[origin] = max(result[node], homes.get(origin, 0))
         return result
 
     def _bounds(self) -> list[int]:
-        """The numbers of the nodes at which stages begin."""
+        """Return the indices of the nodes at which stages begin, except for the first stage."""
         begins, bounds = begins_of_units(self.program), list[int]()
         for unit in self.starts:
             if unit not in begins:
@@ -106,7 +106,7 @@ class StageAssignment:
 
     @cached_property
     def readers(self) -> dict[str, list[int]]:
-        """The stages that read each parameter, in order; parameters in that of the program, which all ranks have."""
+        """The stages that read each parameter, sorted; parameters in program order, which is the same on all ranks."""
         derived, found = derived_values(self.program), dict[str, set[int]]()
         roots: dict[fx.Node, set[str]] = {}
         for node in self.program.graph.nodes:
@@ -123,9 +123,9 @@ class StageAssignment:
 
     @cached_property
     def homes(self) -> dict[str, int]:
-        """The stage that keeps each parameter: of those that read it the first that computes a gradient of it.
+        """The stage that keeps each parameter: the first of its readers that computes a gradient of it.
 
-        Of one that nobody reads, it is the stage of the parameter before it.
+        A parameter without readers is in the stage of the parameter before it.
         """
         if self.settled is not None:
             return dict(self.settled)
@@ -140,13 +140,13 @@ class StageAssignment:
 
     @cached_property
     def shared(self) -> dict[str, fx.Node]:
-        """The parameters that other stages read than the one that keeps them."""
+        """The parameters that are read by a stage other than their home stage."""
         nodes = {op_of(node, Parameter).name: node for node in self.program.nodes(Parameter)}
         return {name: nodes[name] for name, stages in self.readers.items() if stages != [self.homes[name]]}
 
     @cached_property
     def gradients(self) -> list[dict[str, tuple[fx.Node, ...]]]:
-        """For each stage the gradients of its parameters: of one that several stages read, what is to be summed."""
+        """For each stage, the gradients of the parameters that it reads; for shared parameters, the summands."""
         result: list[dict[str, tuple[fx.Node, ...]]] = [{} for _ in range(self.count)]
         for name, gradient in self.program.results.gradients.items():
             readers = self.readers.get(name, [])
@@ -160,7 +160,7 @@ class StageAssignment:
 
     @cached_property
     def sums(self) -> set[fx.Node]:
-        """The sums of gradients of one parameter that several stages compute: no stage makes these."""
+        """The additions of gradients from several stages to the same parameter, which no stage computes."""
         found = set[fx.Node]()
         for name, gradient in self.program.results.gradients.items():
             if len(self.readers.get(name, ())) > 1:
@@ -177,7 +177,7 @@ class StageAssignment:
         return result
 
     def used_in(self, stage: int) -> Iterator[fx.Node]:
-        """What `stage` reads, or hands back, in the order of the traced step; some of it several times."""
+        """Yield the values that `stage` reads, then its results; values may repeat."""
         for node in self.own[stage]:
             yield from node.all_input_nodes
         yield from (part for parts in self.gradients[stage].values() for part in parts)
@@ -187,7 +187,7 @@ class StageAssignment:
 
     @cached_property
     def crossings(self) -> list[tuple[fx.Node, int, int]]:
-        """What is sent, from which stage to which, in the order in which it is computed."""
+        """Each value that is sent, with the sending and the receiving stage, in the order in which it is computed."""
         wanted: dict[fx.Node, set[int]] = {}
         for stage in range(self.count):
             for node in self._closed(self.used_in(stage)):
@@ -199,21 +199,21 @@ class StageAssignment:
             later = [made, *sorted(stage for stage in stages if stage > made)]
             earlier = [made, *sorted((stage for stage in stages if stage < made), reverse=True)]
             for path in (later, earlier):
-                result += [(node, one, other) for one, other in itertools.pairwise(path)]
+                result += [(node, sender, to) for sender, to in itertools.pairwise(path)]
         return result
 
     def name_of(self, node: fx.Node) -> str:
-        """What a value that is sent is called: by the unit that has computed it, or by that in front of it."""
+        """Return the name of a sent value: after the unit that computes it, or for glue the nearest unit before it."""
         before = node
         while (
             not data(before).unit and before.prev.op == "call_function" and data(before.prev).phase is data(node).phase
         ):
             before = before.prev
-        what = "out" if data(node).phase is Phase.FORWARD else "grad_input"
-        return identifier(f"{data(before).unit or node.name}_{what}")
+        suffix = "out" if data(node).phase is Phase.FORWARD else "grad_input"
+        return identifier(f"{data(before).unit or node.name}_{suffix}")
 
     def _closed(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """`nodes`, and what those of them are computed from that every stage computes for itself."""
+        """Return `nodes` and, for values that every stage computes for itself, all that they are computed from."""
         found, waiting = set[fx.Node](), list(nodes)
         while waiting:
             node = waiting.pop()
@@ -223,23 +223,23 @@ class StageAssignment:
         return found
 
     def wanted_in(self, stage: int) -> set[fx.Node]:
-        """All that the graph of `stage` has: its operations, and what they are computed from as far as it does so."""
+        """Return all nodes of the traced step in the graph of `stage`: its operations, what they read, and buffers."""
         written = (self.inputs[number] for number in self.written_in[stage].values())
         return {*self.own[stage], *self._closed(self.used_in(stage)), *written}
 
     @cached_property
     def draws(self) -> list[fx.Node]:
-        """What draws random numbers, in order."""
+        """The nodes that draw random numbers, in order."""
         return [node for node in self.program.graph.nodes if is_random(node)]
 
     @cached_property
     def inputs(self) -> list[fx.Node]:
-        """What the call is given, by number."""
+        """The inputs of the call, in order."""
         return [node for node in self.program.nodes(Input) if op_of(node, Input).kind is Kind.DATA]
 
     @cached_property
     def written_in(self) -> list[dict[int, int]]:
-        """For each stage, by number the results that are new values of inputs, and which inputs these are."""
+        """For each stage, a map from the number of each result that is an input's new value to that input's number."""
         found: list[dict[int, int]] = [{} for _ in range(self.count)]
         outputs = self.program.results.outputs
         for result, number in written_results(self.program).items():
@@ -247,7 +247,7 @@ class StageAssignment:
         return found
 
     def check_buffers(self) -> None:
-        """Raise CaptureError for a buffer of which one stage would read what another has not sent."""
+        """Raise CaptureError for a buffer that one stage writes to and another stage reads."""
         for writer in range(self.count):
             written = {self.inputs[number] for number in self.written_in[writer].values()}
             for reader in (stage for stage in range(self.count) if written and stage != writer):
@@ -257,22 +257,22 @@ class StageAssignment:
                     raise CaptureError(op_of(node, Input).held or node.name, problem, fix)
 
     def stage_of_result(self, result: object) -> int:
-        """The stage that gives a result of the step."""
+        """Return the stage that returns a result of the step."""
         return self.stages.get(result, self.count - 1) if isinstance(result, fx.Node) else 0
 
 
 def _sums(gradient: fx.Node, stages: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
-    """The sums that a gradient is made by, as far as parts of them come from several stages."""
+    """Yield the additions that compute a gradient out of parts from several stages."""
     is_sum = gradient.target is torch.ops.aten.add.Tensor and not gradient.kwargs
-    parts = [one for one in gradient.args if one in stages] if is_sum and len(gradient.users) == 1 else []
+    parts = [part for part in gradient.args if part in stages] if is_sum and len(gradient.users) == 1 else []
     if len(parts) == 2:
-        inner = [one for part in parts for one in _sums(part, stages)]  # type: ignore[arg-type]
+        inner = [total for part in parts for total in _sums(part, stages)]  # type: ignore[arg-type]
         if inner or len({stages[part] for part in parts}) > 1:  # type: ignore[index]
             yield from (gradient, *inner)
 
 
 def _summands(gradient: fx.Node, sums: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """What is summed by some of `sums`, in their order; a gradient that none of them makes is its own."""
+    """Yield the operands of the additions in `sums` that compute `gradient`; without any, `gradient` itself."""
     for part in gradient.all_input_nodes if gradient in sums else ():
         yield from _summands(part, sums)
     if gradient not in sums:

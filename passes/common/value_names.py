@@ -1,12 +1,12 @@
-"""What values between regions are called: the unit or module that they come from, and what they are there.
+"""Names of values between regions: the unit or module that they come from, and their role there.
 
-layers_0_out                what a later region of the forward, or the caller, reads, by the module that makes it
-cos                         the same, of inputs alone, in code that is in no unit: by its operation
-layers_0_saved_2            what only the backward reads; the number is its place among the region's results
+layers_0_out                a value that a later forward region, or the caller, reads: by the module that computes it
+cos                         the same, computed from inputs alone by code in no unit: by its operation
+layers_0_saved_2            a value that only the backward reads; the number is its index among the region's results
 layers_0_grad_input         a gradient that another region of the backward, or the caller, reads
 layers_0_full_grads_1       this rank's gradient of a parameter
-layers_0_again              what the backward computes again for other regions of it
-loss, loss_grad             the one scalar that a model returns, and what its backward begins with
+layers_0_again              a value that the backward recomputes for other regions of the backward
+loss, loss_grad             the only scalar that a model returns, and its gradient, with which the backward begins
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zcompile.ir.tensor_type import TensorType
 
 
 class Use(IntEnum):
-    """Who reads what a region gives, in the order in which results are given."""
+    """Who reads a result of a region; results are returned in this order."""
 
     ANY = 0
     SAVED = 1
@@ -34,11 +34,11 @@ class Use(IntEnum):
 
 
 class ValueNames:
-    """The names of the values of one program, whose regions are outlined in its order."""
+    """Names the values of a program while its regions are outlined, in program order."""
 
     def __init__(self, program: Program, units: Mapping[str, str], around: str) -> None:
         self.units, self.around = units, around
-        """What each unit is called; what all names of modules begin with, which is left out."""
+        """The printed name of each unit; the common prefix of module names, which is left out."""
         self.modules = {m: unit for unit in program.layout.units for m in unit.modules if m}
         self.of_inputs = _from_inputs(program)
         results = program.results
@@ -49,12 +49,12 @@ class ValueNames:
         self.runs: Counter[tuple[Phase, str]] = Counter()
 
     def of_tangent(self, tangent: Input, outputs: Sequence[object]) -> str:
-        """The gradient of one of the forward's `outputs`, as they are called by now."""
+        """Return the name of a tangent: after the forward's output, out of `outputs`, whose gradient it is."""
         result = outputs[tangent.result] if tangent.result is not None and tangent.result < len(outputs) else None
         return f"{result.name}_grad" if isinstance(result, fx.Node) else "grad_output"
 
     def of_results(self, phase: Phase, where: str, gives: Sequence[fx.Node], uses: Sequence[Use]) -> list[str]:
-        """Names for what the next region at `where`, the name of a unit or module, gives."""
+        """Return names for the results of the next region at `where`, the name of a unit or module."""
         self.runs[phase, where] += 1
         number = self.runs[phase, where]
         stem = where if number == 1 else _joined(where, f"run{number}")
@@ -62,8 +62,8 @@ class ValueNames:
         stems = [self._unit(node, number) if use is Use.GRADIENT else stem for node, use in given]
         numbered = Counter(zip(stems, uses, strict=True))
         return [
-            self._plain(phase, where, node) if use is Use.ANY else _numbered(of, use, numbered[of, use] > 1, index)
-            for index, (node, use, of) in enumerate(zip(gives, uses, stems, strict=True))
+            self._plain(phase, where, node) if use is Use.ANY else _numbered(base, use, numbered[base, use] > 1, index)
+            for index, (node, use, base) in enumerate(zip(gives, uses, stems, strict=True))
         ]
 
     def _plain(self, phase: Phase, where: str, node: fx.Node) -> str:
@@ -74,7 +74,7 @@ class ValueNames:
         return _joined(where, "grad_input" if node in self.gradients else "again")
 
     def _made(self, where: str, node: fx.Node) -> str:
-        """By the module of a unit that makes a value; by its operation, or a module in no unit, if of inputs alone."""
+        """Name a value after its module in a unit; if it is in none and of inputs alone, its module or operation."""
         source = data(node).source
         path = source
         while path and path not in self.modules:
@@ -96,7 +96,7 @@ class ValueNames:
 
 
 def _is_number(type_: TensorType | None) -> bool:
-    """True for a scalar that has gradients."""
+    """Return True for a floating-point scalar."""
     return type_ is not None and not type_.dims and type_.dtype.is_floating_point
 
 
@@ -105,12 +105,12 @@ def _numbered(stem: str, use: Use, several: bool, index: int) -> str:
     return member_name(name, index) if several else name.removesuffix("s")
 
 
-def _joined(where: str, what: str) -> str:
-    return f"{where}_{what}" if where else what
+def _joined(where: str, role: str) -> str:
+    return f"{where}_{role}" if where else role
 
 
 def _from_inputs(program: Program) -> set[fx.Node]:
-    """What is computed of inputs alone: masks, positions and the like."""
+    """Return the nodes computed from inputs alone: masks, positions and the like."""
     of_parameters: set[fx.Node] = set()
     for node in program.graph.nodes:
         if isinstance(data(node).op, Parameter) or of_parameters.intersection(node.all_input_nodes):
@@ -119,7 +119,7 @@ def _from_inputs(program: Program) -> set[fx.Node]:
 
 
 def _from_tangents(program: Program) -> set[fx.Node]:
-    """What is computed from the gradients that the backward begins with."""
+    """Return the nodes computed from the gradients that the backward begins with."""
     result: set[fx.Node] = set()
     for node in program.graph.nodes:
         op = data(node).op

@@ -1,1 +1,1 @@
-"""Passes that make a pipeline of a traced step: for `zcompile.train_step` on a mesh with a pipeline axis."""
+"""Passes that turn a traced step into a pipeline, for `zcompile.train_step` on a mesh with a pipeline axis."""

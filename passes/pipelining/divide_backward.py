@@ -1,4 +1,4 @@
-"""divide_backward: compute first what other pipeline stages wait for, and gradients of weights behind all of it.
+"""divide_backward: compute the gradients that other pipeline stages wait for first, and weight gradients after them.
 
     db = aten.mm.default(dy, c)                  db = aten.mm.default(dy, c)
     gc = aten.mm.default(yb_t, dy)               da = aten.mm.default(db, b)
@@ -6,8 +6,8 @@
     gb = aten.mm.default(ya_t, db)               gb = aten.mm.default(ya_t, db)     # left for later
     return [da], {"b.weight": gb, ...}           return [da], {"b.weight": gb, ...}
 
-So a schedule may run the second half when the rank would idle ("Zero Bubble Pipeline Parallelism", Qi et al. 2023,
-section 2: B and W). It holds what both halves read until then. Random numbers keep their order.
+So a schedule can run the second half when the rank would otherwise idle ("Zero Bubble Pipeline Parallelism", Qi et al.
+2023, section 2: B and W). Values that both halves read are held until then. The order of random draws is unchanged.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from zcompile.ir.side_effects import is_random
 
 
 def divide_backward(program: Program, *, sent: int | None = None) -> Program:
-    """Move what the gradients of inputs do not need to the end of the backward, and mark it as deferred.
+    """Move operations that the gradients of inputs do not need to the end of the backward, and mark them as deferred.
 
-    `sent`: how many of these gradients other stages wait for, the first ones; None for all.
+    `sent`: how many of these gradients, counted from the first, other stages wait for; None for all.
     """
     program = program.copy()
     body, derived = program.body(Phase.BACKWARD), derived_values(program)

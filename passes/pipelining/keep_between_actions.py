@@ -9,8 +9,8 @@
     m1_a_out = region_0(a_full_1, m1_x)               m1_a_out = region_0(a_full, m1_x)
     release(a_full_1)                                 release(a_full)
 
-Each gather that is left out costs the unit's full bytes from the release before it. Those that cost them for the
-shortest time are left out first; where that does not fit, the unit is gathered again.
+Each gather that is saved costs the unit's full bytes from the preceding release to that gather. The gathers that cost
+them for the fewest lines are saved first; where keeping a unit does not fit, it is gathered again.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from zcompile.passes.keep_within import check_fits, that_fit
 
 
 def keep_between_actions(program: Program, *, memory_limit: int) -> Program:
-    """A step that holds at most `memory_limit` bytes beside shards and optimizer state (see `zcompile.cost.memory`).
+    """Return a step that keeps units full within `memory_limit` bytes, as `zcompile.cost.memory` counts them.
 
     Raises:
-        OptionError: it holds more already.
+        OptionError: the step exceeds the limit with no unit kept.
     """
     check_fits(peak_bytes(program), memory_limit)
     program = program.copy()
@@ -49,7 +49,7 @@ def keep_between_actions(program: Program, *, memory_limit: int) -> Program:
 
 
 def _by_unit(program: Program) -> list[list[fx.Node]]:
-    """The full parameters of each unit, in the order in which they are gathered."""
+    """Return, for each unit, its full parameters in the order in which they are gathered."""
     result: dict[str, list[fx.Node]] = {}
     for full in program.nodes(WaitGather):
         (gather,) = full.all_input_nodes

@@ -1,4 +1,4 @@
-"""unroll_microbatches: write out what a rank of a pipeline does in a step, micro-batch by micro-batch.
+"""unroll_microbatches: write out the step of a pipeline rank, action by action.
 
 With the actions 0F0, 0F1, 0B0, 0B1 of a rank that has stage 0:
 
@@ -15,17 +15,17 @@ With the actions 0F0, 0F1, 0B0, 0B1 of a rank that has stage 0:
                                                     m0_ga = region_1(a, m0_dh, m0_h_saved)
                                                     ...
 
-A parameter that several stages read is lent by the one that keeps it, once a step, before everything else; what the
-others compute of its gradient comes back as a sum over the micro-batches:
+A parameter that several stages read is lent by its home stage once per step, before everything else; the gradients that
+the other stages compute of it come back as a sum over the micro-batches:
 
     tied_copy = region_2(a)                              stage1_a_recv = recv(pp, "f32[8, 8]", source=0)
     tied_copy_sent = send(tied_copy, pp, to=1)           ...
     ...                                                  a_total = plus(m0_a_grad, m1_a_grad)
     a_total_recv = recv(pp, "f32[8, 8]", source=1)       a_total_sent = send(a_total, pp, to=0)
 
-A rank receives in the order in which the other one sends, whatever it needs first: between two ranks there is one queue
-for each direction. What is sent is kept until it must have arrived: at the backward of that micro-batch, or before, so
-that few messages are on their way at a time.
+A rank receives messages in the order in which the other rank sends them, whichever it needs first: two ranks share one
+queue per direction. A sent value is held until its send is waited for: at the latest in the backward of its
+micro-batch, and earlier to bound the number of messages in flight.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ from zcompile.passes.common.boundary import (
 
 
 def unroll_microbatches(stages: Sequence[PipelineStage], *, table: ActionTable, rank: int, axis: str) -> Program:
-    """The program of a step for the rank at place `rank` of the pipeline `axis`.
+    """Return the program of a step for the rank with coordinate `rank` along the pipeline `axis`.
 
-    Its results are those of each micro-batch, and for each parameter a list of gradients, one of each micro-batch.
+    It returns each micro-batch's results, and per parameter a list of gradients: by micro-batch, then sums from others.
 
     Args:
-        stages: All of them in order; those of this rank with outlined regions.
+        stages: All stages in order; the stages of this rank with outlined regions.
         table: The actions of all ranks.
-        rank: This rank's place along the axis.
+        rank: This rank's coordinate along the axis.
         axis: The name of the pipeline axis.
     """
     own = [stages[number] for number in table.stages_of(rank)]
@@ -93,9 +93,9 @@ def unroll_microbatches(stages: Sequence[PipelineStage], *, table: ActionTable, 
 
 
 def _merged(own: Sequence[PipelineStage]) -> tuple[Program, dict[int, str]]:
-    """The programs of a rank's stages as one, but for their graphs: units side by side, equal regions once.
+    """Merge the programs of a rank's stages, except for their graphs: all their units, equal regions once.
 
-    With it, by the identity of each region of the stages, what it is called there.
+    Also return the name of each region in the merged program, by the `id` of the stage's region.
     """
     programs, regions = [stage.program for stage in own], dict[str, Region]()
     lent = [stage.lent for stage in own if stage.lent is not None]
@@ -120,7 +120,7 @@ def _merged(own: Sequence[PipelineStage]) -> tuple[Program, dict[int, str]]:
 
 @dataclass
 class _Step:
-    """A step of one rank, while it is written."""
+    """The step of one rank, under construction."""
 
     stages: Sequence[PipelineStage]
     table: ActionTable
@@ -128,27 +128,27 @@ class _Step:
     given: StepInputs
     merged: Program
     called: dict[int, str]
-    """By the identity of each region of the stages: what it is called in `merged`."""
+    """The name of each region in `merged`, by the `id` of the stage's region."""
     values: dict[tuple[int, int], dict[fx.Node, fx.Node]] = field(default_factory=dict)
-    """By stage and micro-batch: where the stage's values are."""
+    """By stage and micro-batch, a map from the stage's nodes to those of the step."""
     made: dict[StageMessage, fx.Node] = field(default_factory=dict)
-    """What stages of this rank have given each other."""
+    """Messages whose values are available: received, or from a stage of this rank."""
     arriving: dict[StageMessage, fx.Node] = field(default_factory=dict)
-    """What is being received."""
+    """The line that starts each receive."""
     queues: dict[int, list[StageMessage]] = field(default_factory=dict)
-    """What each other rank has yet to send."""
+    """The messages of each sending rank whose receives have not started yet."""
     leaving: list[tuple[Action | str, int, fx.Node]] = field(default_factory=list)
-    """By which action and to whom something is being sent."""
+    """Sends that are not waited for yet: the action that sends, the receiving rank, and the line of the send."""
     outputs: list[fx.Node] = field(default_factory=list)
     gradients: dict[str, list[fx.Node]] = field(default_factory=dict)
     totals: dict[StageMessage, fx.Node] = field(default_factory=dict)
     """Sums of gradients of parameters that other stages keep."""
 
     def lend(self, stage: PipelineStage) -> None:
-        """Write what a stage gives others once a step: the values of parameters that they read, too."""
+        """Write the lines that lend the values of a stage's shared parameters to other stages, once per step."""
         if stage.lent is None:
             return
-        values = {node: self.given.found[data(node).op] for node in stage.lent.nodes(Shards)}
+        values = {node: self.given.placeholders[data(node).op] for node in stage.lent.nodes(Shards)}
         for node in lines_of(stage, ActionKind.FORWARD, stage.lent):
             self._copy("begin", node, values, stage.lent)
         names = dict.fromkeys(lending.value for lending in stage.boundary.lends)
@@ -157,9 +157,9 @@ class _Step:
             self._hand_over("begin", shared_parameter_value(lending), copies[lending.value])
 
     def run(self, action: Action) -> None:
-        """Write the lines of an action: what it waits for, what it computes, what it sends."""
-        stage, place = self.stages[action.stage], (action.stage, action.microbatch)
-        results, values = stage.program.results, self.values.setdefault(place, {})
+        """Write the lines of an action: its waits, its compute, its sends."""
+        stage, key = self.stages[action.stage], (action.stage, action.microbatch)
+        results, values = stage.program.results, self.values.setdefault(key, {})
         if action.kind is ActionKind.FORWARD:
             values |= self.given.to(stage, action.microbatch)
         self._end_sending(action)
@@ -194,22 +194,22 @@ class _Step:
         args: tuple[object, ...],
         op: Operation,
         name: str,
-        of: fx.Node | None = None,
+        like: fx.Node | None = None,
         dtype: torch.dtype | None = None,
     ) -> fx.Node:
-        """Write a line that is in no stage's program; what it gives is of the type of `of`, but in `dtype`."""
-        type_, source = (_type_in(dtype, of), data(of).source) if of is not None else (None, "")
+        """Write a line that is in no stage's program; its result has the type of `like`, in `dtype` if given."""
+        type_, source = (_type_in(dtype, like), data(like).source) if like is not None else (None, "")
         meta = Data(op, Phase.STEP, type_, source, view=isinstance(op, (Send, WaitReceive)), action=str(action))
         node = replace(self.merged, graph=self.given.graph).add(args, meta, name)
-        if of is not None:
-            value = of.meta.get("val")
+        if like is not None:
+            value = like.meta.get("val")
             node.meta["val"] = value if dtype is None or value is None else value.to(dtype)
         return node
 
     # -- between stages -------------------------------------------------------------------------------------------
 
     def _take(self, action: Action, stage: PipelineStage, values: dict[fx.Node, fx.Node]) -> None:
-        """Let placeholders that other stages give be what these have given."""
+        """Map the placeholders of an action that other stages fill to the values received from these."""
         kind = Kind.DATA if action.kind is ActionKind.FORWARD else Kind.TANGENT
         for node in stage.program.nodes(Input) if action.kind is not ActionKind.BACKWARD_WEIGHT else ():
             end = _end_taken(stage, op_of(node, Input))
@@ -223,34 +223,34 @@ class _Step:
             values[node] = self.made[message]
 
     def _arrived(self, action: Action | str, sender: int, message: StageMessage) -> fx.Node:
-        """What `sender` sends, once it is there: behind all that it sends before."""
+        """Return the received value of `message`, after starting the receives of all earlier messages of `sender`."""
         if sender not in self.queues:
             self.queues[sender] = messages_between(self.stages, self.table, sender, self.rank)
         while message not in self.arriving:
             following = self.queues[sender].pop(0)
-            of = self._placeholder(following)
-            op, dtype = Receive(self.axis, sender, str(following), _strides(of)), self._sum_dtype(following)
-            args = (self.given.group, str(_type_in(dtype, of)))
-            name = f"{following.prefix}{self._name_of(following, of)}_recv"
-            self.arriving[following] = self._line(action, args, op, name, of, dtype)
-        of = self._placeholder(message)
-        name = message.prefix + self._name_of(message, of)
-        return self._line(action, (self.arriving[message],), WaitReceive(), name, of, self._sum_dtype(message))
+            like = self._placeholder(following)
+            op, dtype = Receive(self.axis, sender, str(following), _strides(like)), self._sum_dtype(following)
+            args = (self.given.group, str(_type_in(dtype, like)))
+            name = f"{following.prefix}{self._name_of(following, like)}_recv"
+            self.arriving[following] = self._line(action, args, op, name, like, dtype)
+        like = self._placeholder(message)
+        name = message.prefix + self._name_of(message, like)
+        return self._line(action, (self.arriving[message],), WaitReceive(), name, like, self._sum_dtype(message))
 
     def _sum_dtype(self, message: StageMessage) -> torch.dtype | None:
-        """In which a sum of gradients is that a stage is given, if not in their own dtype."""
+        """Return the dtype of a received sum of gradients, if it is not that of the gradients, else None."""
         if message.microbatch is not None or self.table.microbatches == 1:
             return None
         stage = self.stages[message.to]
-        found = (one for one in stage.boundary.collects if collected(one, one.stage, stage.number) == message)
-        return next((stage.program.layout.param(one.param).sum_dtype for one in found), None)
+        lendings = (s for s in stage.boundary.collects if collected(s, s.stage, stage.number) == message)
+        return next((stage.program.layout.param(lending.param).sum_dtype for lending in lendings), None)
 
     def _name_of(self, message: StageMessage, taken: fx.Node) -> str:
-        """What a value that is received is called: as what takes it, where that is an input."""
+        """Return the name of a received value: the name of the input that takes it, else the message's."""
         return taken.name if isinstance(data(taken).op, Input) else message.value
 
     def _placeholder(self, message: StageMessage) -> fx.Node:
-        """What a stage takes that is sent to it; for a sum of gradients the copy of the parameter that it has lent."""
+        """Return the input that takes a message; for a sum of gradients, the copy of the lent parameter."""
         stage = self.stages[message.to]
         for node in stage.program.nodes(Input):
             end = _end_taken(stage, op_of(node, Input))
@@ -259,19 +259,19 @@ class _Step:
             if isinstance(end, Lending) and shared_parameter_value(replace(end, stage=message.to)) == message:
                 return node
         names = dict.fromkeys(lending.value for lending in stage.boundary.lends)
-        assert stage.lent is not None, "who collects gradients has lent a value"
+        assert stage.lent is not None, "a stage that collects gradients has lent a value"
         copies: dict[str, fx.Node] = dict(zip(names, stage.lent.results.outputs, strict=True))
         return next(copies[s.value] for s in stage.boundary.collects if collected(s, s.stage, stage.number) == message)
 
     @property
     def axis(self) -> str:
-        assert self.given.group is not None, "what is received comes from another rank"
+        assert self.given.group is not None, "messages are between ranks"
         return op_of(self.given.group, Group).axis
 
     def _give(self, action: Action, stage: PipelineStage, end: End, value: fx.Node) -> None:
-        """A result of the step, the new value of a buffer, or what another stage takes."""
+        """Handle a result of an action: write a buffer, return a result of the step, or send to another stage."""
         if isinstance(end, int) and end in stage.boundary.written:
-            buffer = self.given.found[Kind.DATA, stage.boundary.written[end], None]
+            buffer = self.given.placeholders[Kind.DATA, stage.boundary.written[end], None]
             self._line(action, (buffer, value), Write(), f"{value.name}_write")
             return
         if not isinstance(end, Crossing):
@@ -280,7 +280,7 @@ class _Step:
         self._hand_over(action, StageMessage(end.value, end.stage, action.microbatch), value)
 
     def _hand_over(self, action: Action | str, message: StageMessage, value: fx.Node) -> None:
-        """Let another stage have a value: send it, unless that stage is this rank's, too."""
+        """Pass a value to another stage: send it, unless that stage is on this rank, too."""
         to = self.table.rank_of(message.to)
         if to == self.rank:
             self.made[message] = value
@@ -290,7 +290,7 @@ class _Step:
         self.leaving.append((action, to, sent))
 
     def _add_up(self, action: Action, lending: Lending, gradient: fx.Node) -> None:
-        """Add the gradient of a parameter that another stage keeps to those before; the last sum is that stage's."""
+        """Add a gradient of a parameter of another stage to the sum so far; after the last, hand the sum over."""
         message = collected(lending, action.stage, lending.stage)
         if (total := self.totals.get(message)) is not None:
             dtype = self._sum_dtype(message)
@@ -302,21 +302,21 @@ class _Step:
             self._hand_over(action, message, gradient)
 
     def _end_sending(self, action: Action) -> None:
-        """Wait for what has arrived by now: what was lent, what the forward sent whose gradient comes, older ones."""
+        """Wait for sends that have completed by now: lent values, outputs whose gradient arrives, and the oldest."""
         arrived = []
         if action.kind is not ActionKind.FORWARD:
             early = ("begin", replace(action, kind=ActionKind.FORWARD))
-            arrived += [one for one in self.leaving if one[0] in early]
+            arrived += [send for send in self.leaving if send[0] in early]
         simple = self.table.stages == len(self.table.rows)
         if action.sends_back or (simple and action.kind is ActionKind.FORWARD):
-            sent = [o for o in self.leaving if isinstance(o[0], Action) and o[0].sends_back is action.sends_back]
+            sent = [s for s in self.leaving if isinstance(s[0], Action) and s[0].sends_back is action.sends_back]
             arrived += sent[: max(len(sent) - IN_FLIGHT[simple], 0)]
-        for one in dict.fromkeys(arrived):
-            self.leaving.remove(one)
-            self._line(action, (one[2],), WaitSend(), f"{one[2].name}_end")
+        for send in dict.fromkeys(arrived):
+            self.leaving.remove(send)
+            self._line(action, (send[2],), WaitSend(), f"{send[2].name}_end")
 
     def finished(self) -> Program:
-        """The program, once other stages' gradients of this rank's parameters, and all that was sent, have arrived."""
+        """Receive other stages' gradients of this rank's parameters, wait for all sends, and return the program."""
         for stage in (self.stages[number] for number in self.table.stages_of(self.rank)):
             for lending in stage.boundary.collects:
                 message = collected(lending, lending.stage, stage.number)
@@ -331,13 +331,13 @@ class _Step:
 
 
 def _end_taken(stage: PipelineStage, op: Input) -> End | None:
-    """Where an input of a stage comes from."""
+    """Return the end that an input of a stage comes from; None for a constant."""
     ends = {Kind.DATA: stage.boundary.inputs, Kind.TANGENT: stage.boundary.tangents}.get(op.kind)
     return None if ends is None else ends[op.index]
 
 
 def lines_of(stage: PipelineStage, kind: ActionKind, program: Program) -> list[fx.Node]:
-    """The lines of a stage's `program` that an action runs."""
+    """Return the lines of a stage's `program` that an action runs."""
     if kind is ActionKind.FORWARD:
         return program.body(Phase.FORWARD)
     lines = program.body(Phase.BACKWARD)
@@ -348,10 +348,7 @@ def lines_of(stage: PipelineStage, kind: ActionKind, program: Program) -> list[f
 
 
 def _for_other_stages(program: Program, sent: int) -> set[fx.Node]:
-    """The lines of the backward that the first `sent` gradients of inputs are computed by.
-
-    All results of a call go with it.
-    """
+    """Return the lines that compute the first `sent` gradients of inputs, with all items of their calls."""
     needed = {value for value in program.results.input_gradients[:sent] if isinstance(value, fx.Node)}
     for node in reversed(program.body(Phase.BACKWARD)):
         if node in needed:
@@ -361,13 +358,13 @@ def _for_other_stages(program: Program, sent: int) -> set[fx.Node]:
 
 
 def _type_in(dtype: torch.dtype | None, value: fx.Node) -> TensorType | None:
-    """The type of a value, if that were of another dtype."""
+    """Return the type of a value, with `dtype` in place of its own if given."""
     type_ = data(value).type
     return type_ if dtype is None or type_ is None else replace(type_, dtype=dtype)
 
 
 def _strides(placeholder: fx.Node) -> tuple[int, ...] | None:
-    """How what is received lies in memory; None if it is contiguous, or not dense, so that it becomes so."""
+    """Return the strides in which a value is received; None for contiguous, also if the value is not dense."""
     value = placeholder.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.is_contiguous():
         return None
