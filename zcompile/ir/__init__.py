@@ -1,1 +1,1 @@
-"""The program: its operations, layout, text and how it is read and edited."""
+"""The program: its operations, its layout, its text, and how it is read and edited."""

@@ -1,10 +1,10 @@
-"""Actions of a pipeline schedule: which rank runs what of which stage for which micro-batch, and when.
+"""Actions of a pipeline schedule: which part of which stage a rank runs for which micro-batch, and in what order.
 
     0F0, 0F1, 0B0, 0F2, 0B1, 0B2          rank 0 of the pipeline axis
     1F0, 1B0, 1F1, 1B1, 1F2, 1B2          rank 1
 
-`2F3` is the forward of pipeline stage 2 for micro-batch 3, `2B3` its backward. Where a backward is divided, `2I3` gives
-the gradients of inputs, which the stage before waits for, and `2W3`, later, those of weights. The spelling is that of
+`2F3` is the forward of pipeline stage 2 for micro-batch 3, `2B3` its backward. In a divided backward, `2I3` computes
+gradients of inputs, which the previous stage waits for, and `2W3`, later, gradients of weights. The notation is that of
 torch.distributed.pipelining.
 """
 
@@ -21,21 +21,21 @@ from zcompile.errors import OptionError
 
 
 class ActionKind(StrEnum):
-    """What of a stage is run."""
+    """The part of a stage that an action runs."""
 
     FORWARD = "F"
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
-    """The backward as far as other stages wait for it."""
+    """The part of the backward that other stages wait for."""
     BACKWARD_WEIGHT = "W"
     """The rest: gradients of the stage's own parameters."""
 
 
 IN_FLIGHT = {True: 1, False: 2}
-"""Messages that a rank has on their way in a direction when it begins an action: for others it has waited.
+"""Most sends per direction that a rank has in flight when it begins an action, by whether each rank has one stage.
 
-By whether each rank has one stage. Ranks with several send each other in both directions at a time, where waiting for
-what goes to a later stage could be waiting in a circle: that is waited for at its backward alone.
+Ranks with several stages send to each other in both directions at a time, so waiting for a send to a later stage could
+deadlock: such sends are waited for only in the backward.
 """
 
 
@@ -52,10 +52,10 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that prints as `text`.
+        """Parse an action as printed, such as `2F3`.
 
         Raises:
-            ValueError: none does.
+            ValueError: `text` is no action.
         """
         match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text.strip())
         if match is None:
@@ -64,12 +64,12 @@ class Action:
 
     @property
     def sends_back(self) -> bool:
-        """True if it gives what the stage before it waits for."""
+        """True if the previous stage waits for this action's results."""
         return self.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 
     @property
     def change(self) -> int:
-        """How it changes the number of micro-batches in flight, from their forward to the end of their backward."""
+        """The change in micro-batches in flight: between their forward and the end of their backward."""
         if self.kind is ActionKind.FORWARD:
             return 1
         return 0 if self.kind is ActionKind.BACKWARD_INPUT else -1
@@ -81,10 +81,10 @@ _SPELLING = "write one line of actions for each rank, such as 0F0, 0F1, 0B0: sta
 
 @dataclass(frozen=True)
 class ActionTable:
-    """A pipeline schedule: for each rank along the pipeline axis its actions, in order. Printed, a line is a rank's.
+    """A pipeline schedule: for each rank along the pipeline axis, its actions in order; printed with a line per rank.
 
     Raises:
-        OptionError: it cannot run, or would not train every micro-batch once: naming rank, action and place.
+        OptionError: the table deadlocks, or does not train every micro-batch once; names the rank, action and position.
     """
 
     rows: tuple[tuple[Action, ...], ...]
@@ -100,10 +100,10 @@ class ActionTable:
 
     @classmethod
     def parse(cls, text: str) -> ActionTable:
-        """A table from its text; cells may be empty, where a rank idles.
+        """Parse a table; cells may be empty, where a rank idles.
 
         Raises:
-            OptionError: a cell is no action, or the table cannot run.
+            OptionError: a cell is not an action, or the table is invalid.
         """
         rows = []
         for rank, line in enumerate(filter(str.strip, text.splitlines())):
@@ -125,11 +125,11 @@ class ActionTable:
         return 1 + max((action.microbatch for row in self.rows for action in row), default=-1)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank has, in their order."""
+        """Return the stages that a rank has, in order."""
         return sorted({action.stage for action in self.rows[rank]})
 
     def rank_of(self, stage: int) -> int:
-        """The rank that has a stage."""
+        """Return the rank that has a stage."""
         return self._ranks[stage]
 
     @cached_property
@@ -137,7 +137,7 @@ class ActionTable:
         return {action.stage: rank for rank, row in enumerate(self.rows) for action in row}
 
     def in_flight(self, rank: int) -> int:
-        """The most micro-batches, of all stages of a rank, whose forward has run and whose backward has not."""
+        """Return the most micro-batches in flight on a rank, over all its stages."""
         most = now = 0
         for action in self.rows[rank]:
             now += action.change
@@ -146,7 +146,7 @@ class ActionTable:
 
     @cached_property
     def at_once(self) -> frozenset[int]:
-        """The stages whose backward follows the forward with nothing between, for every micro-batch."""
+        """The stages whose backward immediately follows the forward, for every micro-batch."""
         found = set(range(self.stages))
         for row in self.rows:
             for action, following in itertools.zip_longest(row, row[1:]):
@@ -160,22 +160,22 @@ class ActionTable:
 
     @cached_property
     def trains(self) -> bool:
-        """False for the forwards of an evaluation alone."""
+        """False if the table has only forwards, as for an evaluation."""
         return any(action.kind is not ActionKind.FORWARD for row in self.rows for action in row)
 
     def forwards(self) -> ActionTable:
-        """The same without backwards: what an evaluation runs."""
+        """Return the table without backwards, for an evaluation."""
         kept = (tuple(action for action in row if action.kind is ActionKind.FORWARD) for row in self.rows)
         return ActionTable(tuple(kept))
 
     @property
     def divides_backward(self) -> bool:
-        """True if some backward is divided into those of inputs and of weights."""
+        """True if any backward is divided into gradients of inputs and of weights."""
         return any(action.kind is ActionKind.BACKWARD_INPUT for row in self.rows for action in row)
 
 
 def _problems(table: ActionTable) -> Iterator[str]:
-    """What keeps a table from running as it should: where and what, first that which is wrong by itself."""
+    """Yield the problems of a table: first errors within a rank's row, then deadlocks between ranks."""
     if not table.stages:
         yield "has no actions"
     yield from _misplaced_stages(table)
@@ -199,7 +199,7 @@ def _misplaced_stages(table: ActionTable) -> Iterator[str]:
 
 
 def _mistaken_order(table: ActionTable, stage: int) -> Iterator[str]:
-    """Each micro-batch once, in order: sums of gradients have one order; a backward behind its forward."""
+    """Check that each micro-batch runs once, in order (gradients are summed in it), each backward after its forward."""
     rank = table.rank_of(stage)
     row = [(place, action) for place, action in enumerate(table.rows[rank]) if action.stage == stage]
     for what, kinds in _ONCE.items() if table.trains else [("forward", _ONCE["forward"])]:
@@ -237,7 +237,7 @@ def _of(action: Action, kind: ActionKind, stage: int | None = None) -> Action:
 
 
 def _own_needs(action: Action) -> list[Action]:
-    """The actions of the same stage that come before `action`."""
+    """Return the actions of the same stage that must run before `action`."""
     if action.kind is ActionKind.FORWARD:
         return []
     if action.kind is ActionKind.BACKWARD_WEIGHT:
@@ -246,7 +246,7 @@ def _own_needs(action: Action) -> list[Action]:
 
 
 def _other_needs(table: ActionTable, action: Action) -> list[tuple[Action, ...]]:
-    """Of other stages, what comes before `action`: of each several one of its spellings."""
+    """Return groups of actions of other stages; one action of each group must run before `action`."""
     if action.kind is ActionKind.FORWARD and action.stage > 0:
         return [(_of(action, ActionKind.FORWARD, action.stage - 1),)]
     if action.sends_back and action.stage + 1 < table.stages:
@@ -255,14 +255,14 @@ def _other_needs(table: ActionTable, action: Action) -> list[tuple[Action, ...]]
 
 
 def _circle(table: ActionTable) -> Iterator[str]:
-    """Where ranks wait for each other, if each runs as far as it can."""
+    """Report the ranks that wait for each other after each has run as far as it can."""
     done: set[Action] = set()
     at = [0] * len(table.rows)
     moved = True
     while moved:
         moved = False
         for rank, row in enumerate(table.rows):
-            while at[rank] < len(row) and all(done.intersection(some) for some in _other_needs(table, row[at[rank]])):
+            while at[rank] < len(row) and all(done.intersection(group) for group in _other_needs(table, row[at[rank]])):
                 done.add(row[at[rank]])
                 at[rank] += 1
                 moved = True

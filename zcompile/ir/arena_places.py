@@ -1,4 +1,4 @@
-"""Places: which lines of a program take memory of an arena, how much of it, and for how long."""
+"""Which lines of a program take memory from the arena, how many bytes, and for how long."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from zcompile.ir.program import Program
 
 
 def placeable(program: Program) -> dict[fx.Node, Interval]:
-    """The lines that may have a place, with the bytes that they need in it and the lines between which they do.
+    """Return the lines that can use the arena, each with the bytes that it needs and its lifetime.
 
-    Left out is what outlives the step: copies that are kept, and units that the step before has gathered.
+    Memory that outlives the step is excluded: kept full copies, and units that the previous step gathered ahead.
     """
     if program.layout.sharded.size == 1:
         return {}
@@ -34,16 +34,17 @@ def placeable(program: Program) -> dict[fx.Node, Interval]:
 
 
 def lifetime(node: fx.Node, position: Mapping[fx.Node, int]) -> Interval:
-    """From its line to a gather's release, or to the wait of a reduction; to the end where there is none."""
+    """Return the lifetime of a gather, until its release, or of a reduction, until its wait; else until the end."""
     releases = [user for wait in node.users for user in wait.users if isinstance(data(user).op, Release)]
     ends = releases if isinstance(data(node).op, AllGather) else node.users
     return Interval(0, position[node], max((position[end] for end in ends), default=len(position)))
 
 
 def place_bytes(program: Program, node: fx.Node) -> int:
-    """Bytes of the place of a gather or a reduction; of the latter, what is copied to be sent as a whole.
+    """Return the arena bytes of a gather or a reduction; for a reduction, only messages that are copied whole count.
 
-    Each message has its part, and behind that of several parameters each of them, as they are copied out of it.
+    Each message has a range; a gathered message of several parameters is followed by a range for each of them, into
+    which it is unpacked.
     """
     op = data(node).op
     assert isinstance(op, (AllGather, Reduce)), f"{node.name} takes no place"
@@ -53,13 +54,13 @@ def place_bytes(program: Program, node: fx.Node) -> int:
             total += aligned(message.nbytes) if _is_copied(op, message) else 0
             continue
         total += aligned(message.nbytes)
-        if len(message.params) > 1 and message.owner is None:  # an owner's lie in the message as they are
+        if len(message.params) > 1 and message.owner is None:  # an owner's parameters are not unpacked
             total += sum(aligned(param.padded_bytes) for param in message.params)
     return total
 
 
 def _is_copied(op: Reduce, message: Message) -> bool:
-    """True for a message that is copied as a whole before it is scattered."""
+    """Return True for a message that is copied as a whole before it is scattered."""
     if not op.scatter or not message.is_sharded or message.owner is not None:
         return False
     if len(message.params) > 1:

@@ -1,4 +1,4 @@
-"""Axes: the dimensions of the mesh of ranks that a program runs on, one for each way in which ranks differ."""
+"""Axes: the dimensions of the mesh of ranks that a program runs on."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from enum import StrEnum
 
 
 class AxisKind(StrEnum):
-    """What ranks that differ along an axis have."""
+    """What differs between the ranks along an axis."""
 
     SHARD = "shard"
-    """Other data, and other shards of the same parameters."""
+    """Data, and shards of the same parameters."""
     REPLICATE = "replicate"
-    """Other data, and the same shards, or other parts of them: see `zcompile.ir.layout.Hybrid`."""
+    """Data; shards are the same, or divided further: see `zcompile.ir.layout.Hybrid`."""
     TENSOR = "tensor"
-    """The same data, and other parts of each parameter."""
+    """Parts of each parameter; data is the same."""
     PIPELINE = "pipeline"
-    """The same data, and other layers."""
+    """Layers; data is the same."""
 
 
 DATA = "dp"
-"""What the axis of data parallelism is called where its mesh has no names."""
+"""The name of the data-parallel axis if its mesh has no names."""
 _TEXT = re.compile(rf"({'|'.join(AxisKind)}) ([1-9]\d*)(?:, stride ([1-9]\d*))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One dimension of the mesh. Printed as `shard 4, stride 2`.
+    """One dimension of the mesh, printed as `shard 4, stride 2`.
 
     Attributes:
-        name: As in the mesh: "dp".
-        kind: What its ranks have.
-        size: How many ranks differ in it alone.
-        stride: How far each of them is from the next, in ranks of the whole mesh. It says which links join them: see
+        name: The name of the mesh dimension, such as "dp".
+        kind: What differs between its ranks.
+        size: The number of ranks along it.
+        stride: The distance between neighbors, in ranks of the whole mesh. It determines which links join them: see
             `zcompile.cost.hardware`.
     """
 
@@ -48,10 +48,10 @@ class Axis:
 
     @classmethod
     def parse(cls, name: str, text: str) -> Axis:
-        """What `str` gave.
+        """Parse an axis as printed by `str`.
 
         Raises:
-            ValueError: it is no axis.
+            ValueError: `text` is not an axis.
         """
         match = _TEXT.fullmatch(text)
         if match is None:
@@ -59,7 +59,7 @@ class Axis:
         return cls(name, AxisKind(match[1]), int(match[2]), int(match[3] or 1))
 
     def ranks(self, rank: int) -> range:
-        """The ranks that differ from `rank` in this axis alone, it included."""
+        """Return the group of `rank` along this axis: the ranks that differ in it alone, including `rank`."""
         first = rank - rank // self.stride % self.size * self.stride
         return range(first, first + self.size * self.stride, self.stride)
 
@@ -67,11 +67,11 @@ class Axis:
 def axes_of(
     world: int, tensor_parallel: int = 1, names: tuple[str, str] = (DATA, "tp"), replicas: int = 1
 ) -> tuple[Axis, ...]:
-    """Data parallelism over `world` ranks, each of them `tensor_parallel` neighbours that have parts of the model.
+    """Return the axes of `world` data-parallel ranks, each of which is `tensor_parallel` adjacent ranks.
 
-    `replicas`: how often the shards repeat, neighbours having different ones; it divides the world.
+    `replicas`: how many times the shards are repeated; adjacent ranks have different shards. It must divide `world`.
     """
-    assert world % replicas == 0, "replicas have as many ranks each"
+    assert world % replicas == 0, "all replicas have the same number of ranks"
     shards = world // replicas
     data = [Axis(names[0], AxisKind.SHARD, shards, tensor_parallel)]
     if replicas > 1:

@@ -1,4 +1,4 @@
-"""Captured regions: which regions of a program can be CUDA graphs, and which values lie in the memory of graphs."""
+"""Which regions of a program can be captured as CUDA graphs, and which values are in the memory of graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zcompile.torch_internals.dynamo import graph_obstacle
 
 
 def captured_regions(program: Program) -> Mapping[str, frozenset[int] | str]:
-    """For each region by name the placeholders that lie at the same place in each step, or why it is not captured."""
+    """Map each region's name to its placeholders with a fixed address, or to why it cannot be captured."""
     calls: dict[str, list[fx.Node]] = {name: [] for name in program.regions}
     for call in program.nodes(Call):
         calls[op_of(call, Call).region].append(call)
@@ -28,7 +28,7 @@ def captured_regions(program: Program) -> Mapping[str, frozenset[int] | str]:
 
 
 def _obstacle(region: Region) -> str:
-    """Why a region cannot be captured; empty if it can."""
+    """Return why a region cannot be captured; "" if it can."""
     values = [node.meta.get("val") for node in region.graph.nodes]
     if any(value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor)):
         return "it has tensors on the host"
@@ -42,14 +42,14 @@ def _obstacle(region: Region) -> str:
 
 
 def _fixed(program: Program, region: Region, calls: list[fx.Node]) -> Iterator[int]:
-    """The placeholders that take a parameter which is at a fixed place in every call."""
+    """Yield the placeholders that take a parameter with a fixed address in every call."""
     for number, (argument, item) in enumerate(region.takes):
         if item is not None and all(_stays(program, call, argument, item) for call in calls):
             yield number
 
 
 def _stays(program: Program, call: fx.Node, argument: int, item: int) -> bool:
-    """True for a parameter that is at the same place in each step."""
+    """Return True for a parameter that has the same address in each step."""
     unit = program.layout.unit(op_of(call, Call).units[argument])
     given = call.all_input_nodes[argument]
     if isinstance(data(given).op, Shards):
@@ -59,12 +59,12 @@ def _stays(program: Program, call: fx.Node, argument: int, item: int) -> bool:
     sharded = bool(unit.params[item].shards)
     if gather.at is not None:
         return sharded
-    # A kept copy is gathered anew into the memory that it has, unless it came packed with others.
+    # A kept full copy is gathered again into the same memory, unless it was packed with other parameters.
     return gather.keep and sharded and len(message) == 1
 
 
 def is_of_graph(program: Program, value: fx.Node) -> bool:
-    """True if a value lies, or may lie, in the memory of a graph."""
+    """Return True if a value is, or may be, in the memory of a graph."""
     call = value.all_input_nodes[0] if isinstance(data(value).op, Item) else value
     if not isinstance(data(call).op, Call):
         return False
@@ -73,7 +73,7 @@ def is_of_graph(program: Program, value: fx.Node) -> bool:
 
 
 def outlives(program: Program, user: fx.Node) -> list[fx.Node]:
-    """What of a line's arguments is held on to when the step is over."""
+    """Return the arguments of a line that are still held when the step is over."""
     op = data(user).op
     if isinstance(op, Results):
         results = program.results
@@ -81,7 +81,7 @@ def outlives(program: Program, user: fx.Node) -> list[fx.Node]:
     assert isinstance(op, (Reduce, Accumulate)), f"{user.name} holds nothing"
     _, *gradients = user.all_input_nodes
     params = {param.name: param for param in program.layout.unit(op.unit).params}
-    # An owner's average may be its own gradient, to which the others' were added.
+    # An owner's average may be its own gradient, to which the gradients of the other ranks were added.
     divided = all(params[name].shards and params[name].owner is None for name in op.params)
     sharded = program.layout.sharded.size > 1 and divided
     return [] if isinstance(op, Reduce) and op.scatter and sharded else gradients

@@ -1,7 +1,7 @@
-"""How parameters are divided: stages, parameters, units, and the layout that holds them.
+"""How parameters are sharded: stages, parameters, units, and the layout that holds them.
 
-Vocabulary: a *unit* is the parameters gathered and released together; a *shard* is what this rank keeps of a
-parameter; *full* is the whole parameter; *padded* is rounded up for the world.
+Vocabulary: a *unit* is the parameters gathered and released together; a *shard* is the part of a parameter that this
+rank keeps; *full* is the whole parameter; *padded* is rounded up to a multiple of the world size.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from zcompile.ir.axis import Axis, AxisKind, axes_of
 from zcompile.ir.packing import aligned
 
 SMALL_BYTES = 64 * 1024
-"""A parameter of at most this many bytes travels packed with its neighbours: a copy costs less than a message."""
+"""A parameter of at most this many bytes is packed with its neighbors: a copy costs less than a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One ZeRO stage as three choices (Rajbhandari et al., "ZeRO", SC 2020, section 5): what is sharded."""
+    """A ZeRO stage: which of three kinds of state is sharded (Rajbhandari et al., "ZeRO", SC 2020, section 5)."""
 
     number: int
     optimizer_sharded: bool
@@ -35,7 +35,7 @@ class Stage:
 
     @property
     def volume(self) -> int:
-        """Communication in units of Ψ elements times (N-1)/N, as each rank sends in one step (section 7)."""
+        """Elements that each rank sends in one step, in units of Ψ (N-1)/N (section 7)."""
         return 3 if self.parameters_sharded else 2
 
 
@@ -48,43 +48,43 @@ STAGES = (
 
 
 class Hybrid(StrEnum):
-    """What two axes divide, where one of them repeats what the other one shards.
+    """How shards are laid out over two axes of data parallelism.
 
-    A *primary shard* is what a rank keeps of parameters and their optimizer state. A *secondary shard* is what a rank
-    has of them while they are gathered inside only: the primary shards of the ranks that are at its place outside.
+    A *primary shard* is the part of parameters and optimizer state that a rank keeps. A *secondary shard* is the
+    primary shards of all ranks in this rank's group along the outer axis: the input of gathers along the inner axis.
     """
 
     HSDP = "hsdp"
-    """All is sharded inside and repeated outside (MiCS, Zhang et al. 2022): there are no secondary shards."""
+    """Sharded over the inner axis, replicated over the outer one (MiCS, Zhang et al. 2022): no secondary shards."""
     HFSDP = "hfsdp"
-    """All is sharded over both axes; secondary shards are kept until parameters change."""
+    """Sharded over both axes; secondary shards are kept until parameters change."""
     HPZ = "hpz"
-    """The same, with secondary shards from a forward to its backward alone (ZeRO++, Wang et al. 2023, section 3.2)."""
+    """Like HFSDP, with secondary shards kept from forward to backward only (ZeRO++, Wang et al. 2023, section 3.2)."""
 
 
 @dataclass(frozen=True)
 class Param:
     """One parameter and the number of shards it is split into on dim 0 (0: every rank keeps it whole).
 
-    Of an owned one all rows are the shard of its owner, and the other ranks' shards are empty.
+    All rows of an owned parameter are the shard of its owner; the shards of the other ranks are empty.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """Of the shard, of the optimizer's state and of the gradient that the optimizer gets."""
+    """Dtype of the shard, of the optimizer's state and of the gradient that the optimizer gets."""
     trainable: bool = True
     shards: int = 0
     compute_dtype: torch.dtype | None = None
-    """In which it is gathered and computed with; None: in its own."""
+    """Dtype in which it is gathered and computed with; None for `dtype`."""
     reduction_dtype: torch.dtype | None = None
-    """In which its gradient is averaged; None: in that of the full parameter."""
+    """Dtype in which its gradient is averaged; None for the dtype of the full parameter."""
     owner: int | None = None
-    """The rank, of those that shard, that keeps all of it; None: its rows are divided among them."""
+    """The sharding rank that keeps all of it; None if its rows are divided among these ranks."""
     outer_dtype: torch.dtype | None = None
-    """In which averages of its gradient travel between replicas; None: in that of the average."""
+    """Dtype in which averages of its gradient are sent between replicas; None for the dtype of the average."""
     outer_gather_dtype: torch.dtype | None = None
-    """In which its shards travel outside, where both axes divide it; None: in that of the full parameter."""
+    """Dtype in which its shards are sent along the outer axis, if it divides them; None for that of the parameter."""
 
     @cached_property
     def full_dtype(self) -> torch.dtype:
@@ -96,7 +96,7 @@ class Param:
 
     @property
     def sum_dtype(self) -> torch.dtype | None:
-        """In which gradients are summed over micro-batches, if not in their own: in that of the average, if wider."""
+        """Dtype in which gradients are summed over micro-batches: that of the average if wider, else None."""
         return self.reduce_dtype if self.reduce_dtype.itemsize > self.full_dtype.itemsize else None
 
     @cached_property
@@ -109,7 +109,7 @@ class Param:
 
     @cached_property
     def rows(self) -> int:
-        """Rows of dim 0 in one padded shard, as `torch.chunk` and `Shard(0)` divide: the tail is short."""
+        """Rows of dim 0 in one padded shard, divided as by `torch.chunk` and `Shard(0)`: the last shards are short."""
         height = self.shape[0] if self.shape else 1
         return height if not self.shards or self.owner is not None else -(-height // self.shards)
 
@@ -120,11 +120,11 @@ class Param:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of one padded shard; of an owned parameter, those of a shard on average."""
+        """Elements of one padded shard; for an owned parameter, the mean over ranks, rounded up."""
         return self.rows * self.row_numel if self.owner is None else -(-self.numel // self.shards)
 
     def kept_numel(self, rank: int) -> int:
-        """Elements of what `rank` keeps, padding included."""
+        """Return the elements that `rank` keeps, padding included."""
         return self.shard_numel if self.owner is None else self.numel if rank == self.owner else 0
 
     @cached_property
@@ -132,24 +132,24 @@ class Param:
         return self.numel if self.owner is not None else self.shard_numel * max(self.shards, 1)
 
     def gathered_in(self, dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype | None]:
-        """The dtype that a gather gives which casts to `dtype`, and in which shards travel outside."""
+        """Return the result dtype of a gather that casts to `dtype`, and the dtype sent along the outer axis."""
         return self.full_dtype if dtype is self.compute_dtype else self.dtype, self.outer_gather_dtype
 
     def averaged_in(self, dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype | None]:
-        """The same of gradients that are averaged."""
+        """Return the result dtype of an average that casts to `dtype`, and the dtype sent along the outer axis."""
         return self.reduce_dtype if dtype is self.reduction_dtype else self.full_dtype, self.outer_dtype
 
     def numel_of(self, inside: int) -> int:
-        """Elements of what a rank has where `inside` ranks divide it, padding included."""
+        """Return the elements that a rank has if `inside` ranks divide the parameter, padding included."""
         return -(-self.padded_numel // inside) if self.shards else self.numel
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes of the full parameter, padded for the world."""
+        """Bytes of the padded full parameter."""
         return self.padded_numel * self.full_dtype.itemsize
 
     def gathered_as(self, wire: torch.dtype | None) -> Param:
-        """This parameter with shards that travel outside as `wire`, where that is fewer bytes: not if they are tiny."""
+        """Return this parameter with shards sent as `wire` along the outer axis, if that takes fewer bytes."""
         usual = self.shard_numel * self.full_dtype.itemsize
         fewer = (
             wire is not None and self.full_dtype.is_floating_point and shard_wire_bytes(self.shard_numel, wire) < usual
@@ -162,7 +162,7 @@ class Param:
         return self.nbytes <= SMALL_BYTES
 
     def shard_rows(self, rank: int) -> tuple[int, int]:
-        """The rows [start, stop) of dim 0 that `rank` keeps, padding left out."""
+        """Return the rows [start, stop) of dim 0 that `rank` keeps, without padding."""
         height = self.shape[0] if self.shape else 1
         if self.owner is not None:
             return 0, height if rank == self.owner else 0
@@ -172,13 +172,13 @@ class Param:
 
 @dataclass(frozen=True)
 class Message:
-    """Parameters of a unit that travel together along one axis: what is sent of them, and how.
+    """Parameters of a unit, or their gradients, that are sent together along one axis.
 
     Attributes:
-        places, params: The parameters, and where they stand in the unit.
-        dtype: In which they are gathered, or their gradients averaged.
-        numel: Elements that are gathered or averaged, padding included.
-        wire: In which they travel, if that is fewer bytes: see `part_numel`.
+        places, params: The parameters, and their indices in the unit.
+        dtype: The dtype of the gathered parameters or averaged gradients.
+        numel: The number of elements that are gathered or averaged, padding included.
+        wire: The dtype in which they are sent, if that is not `dtype`: see `part_numel`.
     """
 
     places: tuple[int, ...]
@@ -197,7 +197,7 @@ class Message:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of what is gathered or averaged."""
+        """Bytes of the gathered parameters or averaged gradients."""
         return self.numel * self.dtype.itemsize
 
     @cached_property
@@ -205,7 +205,7 @@ class Message:
         return [param.shard_numel for param in self.params]
 
     def parts(self, rank: int | None) -> list[tuple[Param, slice, torch.Size]]:
-        """Of what has arrived each parameter's elements, and their shape: the rows of `rank`; for None, all of them."""
+        """Return each parameter's element range in a received message, and its shape: `rank`'s rows, or all."""
         if rank not in self._parts:
             found, start = [], 0
             for param in self.params:
@@ -221,13 +221,13 @@ class Message:
         return {}
 
     def gathered_bytes(self, ranks: int) -> int:
-        """Bytes that arrive where `ranks` ranks send each other their shards."""
+        """Return the bytes that each rank has after `ranks` ranks exchange their shards, as they are sent."""
         if self.wire is None:
             return self.nbytes
         return ranks * sum(shard_wire_bytes(numel, self.wire) for numel in self.shard_numels)
 
     def averaged_bytes(self, ranks: int, *, scatters: bool) -> int:
-        """Bytes that averaging over `ranks` ranks moves: twice those of what every rank gets whole."""
+        """Return the bytes that averaging over `ranks` ranks moves; an all_reduce moves its elements twice."""
         if self.wire is None:
             return (1 if scatters else 2) * self.nbytes
         if scatters:
@@ -239,8 +239,8 @@ class Message:
 class Unit:
     """Parameters gathered and released together.
 
-    `messages` says which of them travel in one collective: indices into `params`. A message of one parameter goes
-    straight from and into contiguous memory; a message of several is packed.
+    `messages` lists the parameters of each collective, as indices into `params`. A message of one parameter is sent
+    directly from and into contiguous memory; a message of several parameters is packed.
     """
 
     name: str
@@ -258,27 +258,27 @@ class Unit:
 
     @property
     def is_sharded(self) -> bool:
-        """False where every rank has all parameters of this unit whole."""
+        """False if every rank keeps all parameters of this unit whole."""
         return any(param.shards for param in self.params)
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """What parameters of this unit are cast to when it is gathered; None if none of them is."""
+        """The dtype to which parameters are cast when the unit is gathered; None if none is cast."""
         return next((param.compute_dtype for param in self.params if param.compute_dtype), None)
 
     @property
     def reduction_dtype(self) -> torch.dtype | None:
-        """What gradients of this unit are cast to when they are reduced; None if none of them is."""
+        """The dtype to which gradients are cast when they are reduced; None if none is cast."""
         return next((param.reduction_dtype for param in self.params if param.reduction_dtype), None)
 
     @property
     def outer_dtype(self) -> torch.dtype | None:
-        """In which averages of this unit travel between replicas; None: in that of the averages."""
+        """Dtype in which averages of gradients are sent between replicas; None for the dtype of the averages."""
         return next((param.outer_dtype for param in self.params if param.outer_dtype), None)
 
     @property
     def outer_gather_dtype(self) -> torch.dtype | None:
-        """In which shards of this unit travel outside, but for those that do not; None: in that of full parameters."""
+        """Dtype in which shards are sent along the outer axis, unless tiny; None for the dtype of full parameters."""
         return next((param.outer_gather_dtype for param in self.params if param.outer_gather_dtype), None)
 
     @cached_property
@@ -286,11 +286,11 @@ class Unit:
         return tuple(param.name for param in self.params)
 
     @cached_property
-    def _places(self) -> dict[str, int]:
+    def _indices(self) -> dict[str, int]:
         return {name: index for index, name in enumerate(self.names)}
 
     def index(self, name: str) -> int:
-        return self._places[name]
+        return self._indices[name]
 
     def sent(
         self,
@@ -301,22 +301,22 @@ class Unit:
         wire: torch.dtype | None = None,
         packed: bool = True,
     ) -> tuple[Message, ...]:
-        """What travels together where the gradients of `names` are averaged; None: where the unit is gathered.
+        """Return the messages of a line that averages the gradients of `names`, or, if None, gathers the unit.
 
-        By a line that casts to `dtype` what is computed with, or averaged, in it. Along the outer axis `inside` ranks
-        divide the unit inside, and what is worth it is sent in `wire`. Not `packed`: each parameter travels alone.
+        The line casts to `dtype` parameters that compute, or are averaged, in it. Along the outer axis, `inside` ranks
+        divide the unit along the inner one, and shorter messages are sent in `wire`. Not `packed`: one per parameter.
         """
         if (key := (names, dtype, inside, wire, packed)) not in self._sent:
             wanted = [bool(param.shards) if names is None else param.name in names for param in self.params]
-            together = [tuple(place for place in run if wanted[place]) for run in self.messages]
-            runs = together if packed else [(place,) for run in together for place in run]
-            found = []
+            together = [tuple(index for index in run if wanted[index]) for run in self.messages]
+            runs = together if packed else [(index,) for run in together for index in run]
+            sent = []
             for run in filter(None, runs):
-                params = tuple(self.params[place] for place in run)
+                params = tuple(self.params[index] for index in run)
                 kind, sent_in = params[0].gathered_in(dtype) if names is None else params[0].averaged_in(dtype)
                 numel = sum(param.numel_of(inside) for param in params)
-                found.append(Message(run, params, kind, numel, wire if wire is sent_in and wire is not kind else None))
-            self._sent[key] = tuple(found)
+                sent.append(Message(run, params, kind, numel, wire if wire is sent_in and wire is not kind else None))
+            self._sent[key] = tuple(sent)
         return self._sent[key]
 
     @cached_property
@@ -326,19 +326,19 @@ class Unit:
 
 @dataclass(frozen=True)
 class Layout:
-    """All units of a model in the order of its modules, and the stage and axes they are laid out for.
+    """All units of a model in the order of its modules, with the stage and the axes that they are laid out for.
 
-    One axis shards, and one may repeat the shards, or divide them further. With one of tensor parallelism, this is the
-    layout of one part of the model.
+    One axis shards; another may replicate the shards or divide them further. With a tensor-parallel axis, this is the
+    layout of this rank's part of the model.
     """
 
     units: tuple[Unit, ...]
     stage: Stage = STAGES[3]
     axes: tuple[Axis, ...] = axes_of(1)
     away: bool = False
-    """True if shards are in the memory of the host, from which a gather copies them to the device first."""
+    """True if shards are in host memory, from which a gather copies them to the device first."""
     hybrid: Hybrid = Hybrid.HSDP
-    """What the two axes divide, where one repeats shards."""
+    """How shards are laid out over two data-parallel axes, if there are two."""
     _by_name: dict[str, Unit] = field(init=False, repr=False, compare=False)
     _by_param: dict[str, Unit] = field(init=False, repr=False, compare=False)
 
@@ -350,57 +350,57 @@ class Layout:
 
     @cached_property
     def sharded(self) -> Axis:
-        """The axis over which units are sharded, and gathered."""
+        """The axis over which units are sharded and gathered: the inner one of two."""
         return next(axis for axis in self.axes if axis.kind is AxisKind.SHARD)
 
     @cached_property
     def outside(self) -> tuple[Axis, ...]:
-        """The axes whose ranks have other data, and the same shards or other parts of them: the nearest first."""
+        """The outer axes of data parallelism, the nearest first: their ranks have other data, maybe equal shards."""
         return tuple(axis for axis in reversed(self.axes) if axis.kind is AxisKind.REPLICATE)
 
     @property
     def has_secondary(self) -> bool:
-        """True if primary shards are gathered outside before what that gives is gathered inside."""
+        """True if units are gathered along the outer axis first, to secondary shards, then along the inner one."""
         return self.parts > 1
 
     @property
     def parts(self) -> int:
-        """How many primary shards a rank has of a parameter inside, each sent by a message of its own."""
+        """How many primary shards a secondary shard consists of; inner gathers send each in a message of its own."""
         return 1 if self.hybrid is Hybrid.HSDP else math.prod(axis.size for axis in self.outside)
 
     @property
     def keeps_secondary(self) -> bool:
-        """True if secondary shards are kept until parameters change; stages 1 and 2 keep full copies instead."""
+        """True if secondary shards are kept until parameters change; stages 1 and 2 keep full parameters instead."""
         return self.has_secondary and self.hybrid is Hybrid.HFSDP and self.stage.parameters_sharded
 
     def secondary_bytes(self, unit: str) -> int:
-        """Bytes of the secondary shards of `unit`, as they are gathered inside."""
+        """Return the bytes of this rank's secondary shards of `unit`."""
         return sum(
             p.numel_of(self.sharded.size) * p.full_dtype.itemsize for p in self._by_name[unit].params if p.shards
         )
 
     @property
     def shards(self) -> int:
-        """In how many shards parameters are divided."""
+        """The number of shards that parameters are divided into."""
         return self.world if self.has_secondary else self.sharded.size
 
     @property
     def averaged(self) -> tuple[Axis, ...]:
-        """The axes over which gradients are averaged, in this order."""
+        """The axes over which gradients are averaged, in order."""
         return (self.sharded, *self.outside)
 
     @cached_property
     def tensor(self) -> Axis | None:
-        """The axis of tensor parallelism, if there is one."""
+        """The tensor-parallel axis, if there is one."""
         return next((axis for axis in self.axes if axis.kind is AxisKind.TENSOR), None)
 
     def axis(self, name: str) -> Axis:
-        """The axis of that name."""
+        """Return the axis called `name`."""
         return next(axis for axis in self.axes if axis.name == name)
 
     @property
     def world(self) -> int:
-        """Ranks that train on other data: N."""
+        """The number of data-parallel ranks: N."""
         return math.prod(axis.size for axis in self.averaged)
 
     def unit(self, name: str) -> Unit:
@@ -410,12 +410,12 @@ class Layout:
         return name in self._by_name
 
     def gathered_bytes(self, unit: str) -> int:
-        """Bytes that a gather of `unit` takes: full, padded parameters, but for a shard there that is full already."""
+        """Return the bytes that a gather of `unit` allocates: padded full parameters, except shards used in place."""
         params = (p for p in self._by_name[unit].params if p.shards > 1 or p.compute_dtype or self.away)
         return sum(param.padded_bytes for param in params)
 
     def must_gather(self, unit: str) -> bool:
-        """True if regions cannot read what a rank keeps of `unit`: it is sharded, or of another dtype."""
+        """Return True if regions cannot read a rank's shards of `unit`: they are partial, or of another dtype."""
         return self.stage.optimizer_sharded or self._by_name[unit].compute_dtype is not None
 
     def unit_of(self, param: str) -> Unit:
@@ -438,45 +438,45 @@ class Layout:
 
     @property
     def lines(self) -> list[str]:
-        """What ranks compare of it before they have it in common."""
+        """Lines that ranks compare before they rely on having the same layout."""
         lines = [f"axis {axis.name}: {axis}" for axis in self.axes]
         lines += [f"{p.name} whole on rank {p.owner}" for p in self.params if p.owner is not None]
         return lines + [f"{p.name} {list(p.shape)} {p.dtype} trainable={p.trainable}" for p in self.params]
 
     def restricted(self, names: Collection[str]) -> Layout:
-        """This layout with only the parameters called `names`, and without units that have none of them."""
+        """Return this layout with only the parameters called `names`, without units that have none of them."""
         kept = ((unit, tuple(p for p in unit.params if p.name in names)) for unit in self.units)
         return self.with_units(tuple(Unit(unit.name, params, unit.modules) for unit, params in kept if params))
 
     def owned(self, names: Collection[str]) -> Layout:
-        """This layout with each parameter called in `names` kept whole by one rank, where it shards parameters at all.
+        """Return this layout with each parameter in `names` that is sharded kept whole by one rank, its owner.
 
-        The owners follow each other in a unit, so that what one of them sends of it lies side by side.
+        A unit's parameters are sorted by owner, so that the parameters that an owner sends are adjacent.
         """
         shapes = {param.name: param.shape for param in self.params if param.name in names and param.shards}
         return self.owned_by(choose_owners({name: cost_of(shape) for name, shape in shapes.items()}, self.shards))
 
     def owned_by(self, owners: Mapping[str, int]) -> Layout:
-        """This layout with the parameters in `owners` kept whole by these ranks."""
+        """Return this layout with the parameters in `owners` kept whole by these ranks."""
 
-        def place(param: Param) -> tuple[int, bool]:
+        def order(param: Param) -> tuple[int, bool]:
             return (-1 if param.owner is None else param.owner), not param.shards
 
         params = ([replace(param, owner=owners.get(param.name)) for param in unit.params] for unit in self.units)
         units = zip(self.units, params, strict=True)
         return self.with_units(
-            tuple(Unit(unit.name, tuple(sorted(some, key=place)), unit.modules) for unit, some in units)
+            tuple(Unit(unit.name, tuple(sorted(some, key=order)), unit.modules) for unit, some in units)
         )
 
     def over(self, world: int, replicas: int = 1) -> Layout:
-        """This layout over so many ranks, with what is sharded in as many shards, which repeat `replicas` times.
+        """Return this layout over `world` data-parallel ranks, of which `replicas` groups have the same shards.
 
-        Owners are chosen anew, and with them the order of a unit's parameters: for programs that no pass has seen yet.
+        Owners are chosen anew, which may reorder a unit's parameters: only for programs that no pass has changed yet.
         """
         parts = 1 if self.tensor is None else self.tensor.size
         sizes = {axis.kind: axis for axis in axes_of(world, parts, replicas=replicas)}
         axes = tuple(replace(sizes[axis.kind], name=axis.name) for axis in self.axes if axis.kind in sizes)
-        assert len(axes) == len(sizes), "replicas are those of a layout that has some"
+        assert len(axes) == len(sizes), "only a layout with an outer axis has replicas"
         secondary = self.has_secondary and replicas > 1
         shards = world if secondary else sizes[AxisKind.SHARD].size
 
@@ -492,7 +492,7 @@ class Layout:
         return divided.owned(owned) if owned else divided
 
     def with_trainable(self, trainable: Mapping[str, bool]) -> Layout:
-        """This layout with the `requires_grad` flags of the moment of capture."""
+        """Return this layout with the `requires_grad` flags at the time of capture."""
         return self.with_units(
             tuple(
                 replace(unit, params=tuple(replace(p, trainable=trainable[p.name]) for p in unit.params))
@@ -502,19 +502,19 @@ class Layout:
 
 
 def cost_of(shape: Sequence[int]) -> int:
-    """Multiplications of a product of a matrix of `shape` with its transpose; of what has two dimensions or more.
+    """Return the multiplications of the product of a matrix of `shape`, flattened to 2-D, with its transpose.
 
-    That is the cost of an update by Muon, Shampoo or SOAP (Jordan et al., "Muon", 2024; Gupta et al., "Shampoo", ICML
-    2018), which the owner of a parameter pays.
+    It is proportional to the cost of an update by Muon, Shampoo or SOAP (Jordan et al., "Muon", 2024; Gupta et al.,
+    "Shampoo", ICML 2018), which only the parameter's owner computes.
     """
     height, width = (shape[0] if shape else 1), math.prod(shape[1:])
     return height * width * min(height, width)
 
 
 def choose_owners(costs: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """A rank for each name: the longest first, to the one that has the least. Every rank chooses the same.
+    """Assign each name to a rank, in order of decreasing cost, each to the least loaded rank; deterministic.
 
-    The largest load is at most 4/3 of the least possible (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
+    The largest load is at most 4/3 of the optimum (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
     """
     loads = [(0, rank) for rank in range(ranks)]
     owners = {}
@@ -525,49 +525,49 @@ def choose_owners(costs: Mapping[str, int], ranks: int) -> dict[str, int]:
     return {name: owners[name] for name in costs}
 
 
-# -- in fewer bits ----------------------------------------------------------------------------------------------------
+# -- compressed messages ----------------------------------------------------------------------------------------------
 #
-# In bfloat16, or in int8 with a scale for each block. Of averages each rank averages a part, and ranks exchange the
-# averages, both in few bits; two ranks exchange all at once. Of a parameter each rank sends its shard.
+# Sent in bfloat16, or in int8 with a scale per block. To average gradients, each rank averages one part and the ranks
+# exchange the averaged parts, both compressed; two ranks exchange everything at once. To gather, each sends its shard.
 
 BLOCK = 256
-"""Elements that share a scale, a float32: 1.6% more bytes. Small, so that one large element costs few others."""
+"""Elements that share a float32 scale: 1.6% more bytes. Small, so that one large element affects few others."""
 WIRE_DTYPES = (torch.bfloat16, torch.int8)
 
 
 def part_numel(numel: int, ranks: int) -> int:
-    """Elements that a rank averages of `numel`, padding included; of two ranks each averages all."""
+    """Return how many of `numel` elements each rank averages, padding included; two ranks both average all."""
     return padded_to_blocks(numel if ranks == 2 else -(-numel // ranks))
 
 
 def padded_to_blocks(numel: int) -> int:
-    """`numel`, rounded up to whole blocks."""
+    """Return `numel` rounded up to whole blocks."""
     return -(-numel // BLOCK) * BLOCK
 
 
 def wire_bytes(numel: int, wire: torch.dtype) -> int:
-    """Bytes of `numel` elements, of which int8 has whole blocks."""
+    """Return the bytes of `numel` elements sent as `wire`; for int8, `numel` is a multiple of BLOCK."""
     scales = numel // BLOCK * torch.float32.itemsize if wire is torch.int8 else 0
     return numel * wire.itemsize + scales
 
 
 def shard_wire_bytes(numel: int, wire: torch.dtype) -> int:
-    """Bytes of a shard of `numel` elements, of which int8 has whole blocks for each parameter."""
+    """Return the bytes of one parameter's shard of `numel` elements sent as `wire`; int8 pads it to whole blocks."""
     return wire_bytes(padded_to_blocks(numel) if wire is torch.int8 else numel, wire)
 
 
 def average_payload(numel: int, ranks: int, wire: torch.dtype) -> int:
-    """What an average of `numel` elements moves over `ranks` ranks, of which a rank sends (ranks-1)/ranks, in bytes."""
+    """Return the bytes that averaging `numel` elements over `ranks` ranks moves; a rank sends (ranks-1)/ranks of it."""
     parts = 1 if ranks == 2 else ranks
     return 2 * parts * wire_bytes(part_numel(numel, ranks), wire)
 
 
 def message_places(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """The bytes [start, stop) of messages of so many bytes; each begins where kernels and collectives like it."""
+    """Return the byte range [start, stop) of each message in one buffer; starts are aligned to `ALIGNMENT`."""
     ends = list(itertools.accumulate(map(aligned, sizes), initial=0))
     return [(start, start + size) for start, size in zip(ends, sizes, strict=False)]
 
 
 def secondary_bytes(sizes: Sequence[int]) -> int:
-    """Bytes of all of them together."""
+    """Return the bytes of the buffer for secondary shards of `sizes` bytes, each aligned."""
     return sum(map(aligned, sizes))

@@ -1,4 +1,4 @@
-"""Liveness: the last line that needs a value's memory, and which values show one memory."""
+"""Liveness: the last line that needs the memory of each value, and which values share memory."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from zcompile.ir.region import Region
 
 
 def last_needs(program: ProgramGraph) -> dict[fx.Node, fx.Node]:
-    """The last line that needs the memory of each value that a line makes, views of it and messages included."""
+    """Map each computed value to the last line that needs its memory, counting views of it and messages in flight."""
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     alone = program.layout.sharded.size == 1
     last: dict[fx.Node, fx.Node] = {}
     for node in reversed(program.graph.nodes):
         needs = [node, *(last[user] if _carries(node, user, alone) else user for user in node.users)]
         if isinstance(data(node).op, Item):
-            beside = (item for item in node.all_input_nodes[0].users if item in last)
-            needs += [last[item] for item in beside if may_show(program, item, node)]
+            siblings = (item for item in node.all_input_nodes[0].users if item in last)
+            needs += [last[item] for item in siblings if may_show(program, item, node)]
         op = data(node).op
         if isinstance(op, GatherOutside) and op.keep:
             needs += program.nodes(Results)
@@ -42,21 +42,21 @@ def last_needs(program: ProgramGraph) -> dict[fx.Node, fx.Node]:
 
 
 def _has_own_memory(node: fx.Node) -> bool:
-    """True for a value with memory of its own that is there while the value is; the stack always is."""
+    """Return True for a value with memory of its own that is freed with it; the stack is kept."""
     return node.op == "call_function" and data(node).nbytes > 0 and not isinstance(data(node).op, Store)
 
 
 def _carries(node: fx.Node, user: fx.Node, alone: bool) -> bool:
-    """True if `user` gives on the memory of `node`, or may: which argument a region's view shows is not known."""
+    """Return True if the result of `user` may use the memory of `node`; a region's view may be of any argument."""
     match data(user).op:
         case Averaging():
-            return True  # its result arrives when it has been waited for
+            return True  # read until the wait
         case Sum(dtype=dtype) if dtype is not None:
             return node not in _added(user) and getattr(data(node).type, "dtype", dtype) is dtype
         case Sum() | SumAverages():
-            return node not in _added(user)  # what it adds to is where the sum is
+            return node not in _added(user)  # the sum is in the memory of the first summand
         case GatherInside():
-            return True  # it is being sent
+            return True  # sent until the wait
         case WaitReduce():
             reduction = data(node).op
             if isinstance(reduction, ReduceOutside):
@@ -69,13 +69,13 @@ def _carries(node: fx.Node, user: fx.Node, alone: bool) -> bool:
 
 
 def _added(summed: fx.Node) -> list[fx.Node]:
-    """What is added in a line of a sum, which that line needs last."""
+    """Return the summands that a line adds to the first one; it is the last line that needs them."""
     added = summed.args[2]
-    return [added] if isinstance(added, fx.Node) else [one for one in added if isinstance(one, fx.Node)]  # type: ignore[union-attr]
+    return [added] if isinstance(added, fx.Node) else [value for value in added if isinstance(value, fx.Node)]  # type: ignore[union-attr]
 
 
 def may_show(program: ProgramGraph, view: object, value: fx.Node) -> bool:
-    """True if `view` may show the memory of `value`: as a view of it, or as another result of the same call."""
+    """Return True if `view` may alias `value`: as a view of it, or as another result of the same call."""
     if not isinstance(view, fx.Node) or not data(view).view:
         return False
     (source,) = view.all_input_nodes if isinstance(data(view).op, Item) else (None,)
@@ -84,12 +84,15 @@ def may_show(program: ProgramGraph, view: object, value: fx.Node) -> bool:
     if not isinstance(data(source).op, Call):
         return True
     outputs = program.regions[op_of(source, Call).region].outputs
-    one, other = (owner_of(outputs[op_of(node, Item).index]) for node in (view, value))
-    return one is other
+    first, second = (owner_of(outputs[op_of(node, Item).index]) for node in (view, value))
+    return first is second
 
 
 def memory_of_result(region: Region, index: int) -> tuple[bool, int]:
-    """Of a result: whether it shares the memory of an argument or an earlier result; the bytes that it keeps beside."""
+    """Return whether a result shares memory with an argument or an earlier result, and its bytes if it is a view.
+
+    The bytes are those of the larger memory that it keeps alive, else 0.
+    """
     value, owner = region.outputs[index], owner_of(region.outputs[index])
     view = isinstance(data(owner).op, Input) or any(owner_of(earlier) is owner for earlier in region.outputs[:index])
     kept, shown = data(owner).nbytes, data(value).type
@@ -97,7 +100,7 @@ def memory_of_result(region: Region, index: int) -> tuple[bool, int]:
 
 
 def owner_of(node: fx.Node) -> fx.Node:
-    """The value of a region whose memory `node` shows."""
+    """Return the value of a region that owns the memory of `node`."""
     while data(node).view:
         node = node.all_input_nodes[0]
     return node

@@ -1,4 +1,4 @@
-"""What an operation of the outer program is, and what passes know of a node: the frame of the table in `ops`."""
+"""Base classes of the operations in `zcompile.ir.ops`, and the data that passes attach to nodes."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Phase(StrEnum):
 
 
 class Role(Enum):
-    """What an operation does to time and memory; cost, simulator, drawing and report go by it."""
+    """What an operation does to time and memory; used by cost, simulator, drawings and reports."""
 
     PLACEHOLDER = auto()
     COMPUTE = auto()
     VALUE = auto()
-    """Gives a value at once, out of what is there."""
+    """Returns a value without a region's compute or a wait."""
     GATHER = auto()
-    """Starts what makes parameters full."""
+    """Starts gathering parameters."""
     REDUCE = auto()
-    """Starts what averages gradients."""
+    """Starts averaging gradients."""
     MOVE = auto()
-    """Starts what takes an activation away, or brings it back."""
+    """Starts offloading an activation, or fetching it back."""
     SEND = auto()
     """Starts sending a value to another pipeline stage."""
     RECEIVE = auto()
-    """Starts receiving one."""
+    """Starts receiving a value from another pipeline stage."""
     WAIT = auto()
-    """Ends when what it takes has arrived."""
+    """Waits until asynchronous work has finished."""
     FREE = auto()
-    """Gives back full parameters."""
+    """Frees full parameters."""
     UPDATE = auto()
     """Steps the optimizer, and frees the gradients."""
     RESULTS = auto()
@@ -50,7 +50,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a line sends, over the ranks of one axis."""
+    """What a line sends among the ranks along one axis."""
 
     axis: Axis
     payload: int
@@ -59,76 +59,76 @@ class Traffic:
     copied: int = 0
     """Bytes that are copied from the host before they are sent."""
     to_one: bool = False
-    """True for what goes from one rank of the axis to one other."""
+    """True for a message from one rank of the axis to another."""
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank sends: (N-1)/N of the payload, or all of what goes to one other."""
+        """Bytes that this rank sends: (N-1)/N of the payload, or all of it if it goes to one rank."""
         if self.to_one:
             return self.payload
         return self.payload * (self.axis.size - 1) // self.axis.size
 
 
 class Operation:
-    """One kind of lines or placeholders. A subclass is a row of the table: see `zcompile.ir.ops`."""
+    """A kind of line or placeholder; each subclass is a row of the table in `zcompile.ir.ops`."""
 
     __slots__ = ()
 
     role: ClassVar[Role]
     functions: ClassVar[tuple[str, ...]] = ()
-    """The runtime's functions that its lines call. Fields that have a default are what is given to them by name."""
+    """The runtime functions that its lines call. Fields with a default are their keyword arguments."""
     takes: ClassVar[tuple[tuple[type, ...], ...] | None] = None
-    """For each argument of its lines the kinds of operations that may give it; None for what is checked elsewhere."""
+    """For each argument of its lines, the types of operations that may produce it; None if checked elsewhere."""
     gives: ClassVar[bool] = True
-    """False if the result of its lines has no name."""
+    """False if its lines have no named result."""
     inert: ClassVar[bool] = False
     """True if a program computes the same without its lines."""
 
     @property
     def function(self) -> str:
-        """The one of `functions` that a line of this operation calls."""
+        """The function in `functions` that a line of this operation calls."""
         return self.functions[0]
 
     @classmethod
     def meant_by(cls, function: str) -> dict[str, Any]:
-        """The fields that differ by which of `functions` a line calls."""
+        """Return the fields that follow from which of `functions` a line calls."""
         return {}
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """Bytes gained when `node`, which is of this operation, runs; negative if they are freed."""
+        """Return the bytes that `node`, a line of this operation, allocates; negative if it frees memory."""
         return data(node).nbytes
 
     def traffic(self, node: fx.Node, layout: Layout) -> Traffic | None:
-        """What `node`, which is of this operation, sends."""
+        """Return what `node`, a line of this operation, sends; None if it sends nothing."""
         return None
 
 
 ANY = (Operation,)
-"""An argument that any operation may give."""
+"""An argument that any operation may produce."""
 GRADIENTS = (list, tuple)
-"""An argument that lists a gradient, or None, for each parameter of the unit."""
+"""An argument that is a list of a gradient, or None, for each parameter of the unit."""
 
 
 def options_of(kind: type[Operation]) -> dict[str, Any]:
-    """What lines of a kind may be given by name, with the defaults."""
-    return {one.name: one.default for one in fields(kind) if one.default is not MISSING}  # type: ignore[arg-type]
+    """Return the keyword arguments that lines of `kind` may have, with their defaults."""
+    return {field.name: field.default for field in fields(kind) if field.default is not MISSING}  # type: ignore[arg-type]
 
 
 def keywords_of(op: Operation) -> dict[str, Any]:
-    """What a line of `op` is given by name: what is not as usual."""
+    """Return the keyword arguments of a line of `op`: the options that differ from their defaults."""
     given = ((name, getattr(op, name), default) for name, default in options_of(type(op)).items())
     return {name: value for name, value, default in given if value != default}
 
 
 def takes(kind: type[Operation], given: tuple[Any, ...]) -> bool:
-    """True if lines of `kind` take these arguments: of a value the operation that gives it."""
+    """Return True if lines of `kind` take these arguments, in which operations stand for the values they produce."""
     wanted = kind.takes or ()
-    return len(wanted) == len(given) and all(isinstance(one, kinds) for one, kinds in zip(given, wanted, strict=True))
+    return len(wanted) == len(given) and all(isinstance(arg, kinds) for arg, kinds in zip(given, wanted, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """All that passes know of a node."""
+    """All that passes know about a node."""
 
     op: Operation
     phase: Phase = Phase.FORWARD
@@ -136,18 +136,18 @@ class Data:
     source: str = ""
     """Path of the module it comes from; for communication, of the unit."""
     unit: str = ""
-    """Of compute, the unit whose region it belongs to, once assigned; empty for glue between units. Of communication it
-    is the operation that knows the unit: `data(node).op.unit`."""
+    """For compute, the unit whose region it belongs to, once assigned; empty for glue between units. For communication,
+    see `data(node).op.unit` instead."""
     view: bool = False
-    """True if the value shares the memory of another one."""
+    """True if the value shares the memory of another value."""
     replicated: str = ""
-    """Where every rank of the model-parallel mesh is known to have the same value: a digest of how it comes about."""
+    """If all ranks of the model-parallel mesh are known to have the same value, a digest of how it is computed."""
     storage: int = 0
-    """Bytes of the memory that the value keeps alive, where that is not what it shows; printed behind the type."""
+    """Bytes of memory that the value keeps alive, if not the bytes of its elements; printed after the type."""
     deferred: bool = False
-    """True for what a divided backward leaves for later: gradients of weights, for which no other stage waits."""
+    """True for the deferred part of a divided backward: gradients of weights, which no other stage waits for."""
     action: str = ""
-    """The action of a pipeline schedule that it is a part of, as that is printed: see `zcompile.ir.actions`."""
+    """The action of a pipeline schedule that it is part of, as printed: see `zcompile.ir.actions`."""
 
     @property
     def nbytes(self) -> int:
@@ -159,13 +159,13 @@ _KEY = "zcompile"
 
 
 def data(node: fx.Node) -> Data:
-    """The one reader of a node's data."""
+    """Return a node's data; nothing else reads it."""
     result: Data = node.meta[_KEY]
     return result
 
 
 def has_data(node: fx.Node) -> bool:
-    """False for a node that one of torch's own passes has put in."""
+    """Return False for a node that a pass of torch inserted."""
     return _KEY in node.meta
 
 
@@ -173,24 +173,24 @@ T = TypeVar("T", bound=Operation)
 
 
 def op_of(node: fx.Node, kind: type[T]) -> T:
-    """The operation of a node known to be of `kind`."""
+    """Return the operation of a node known to be of `kind`."""
     result = data(node).op
     assert isinstance(result, kind), f"{node.name} is {result}, not {kind.__name__}"
     return result
 
 
 def set_data(node: fx.Node, value: Data) -> fx.Node:
-    """The one writer of a node's data; returns the node."""
+    """Set a node's data and return the node; nothing else writes it."""
     node.meta[_KEY] = value
     return node
 
 
 def given_to(node: fx.Node) -> tuple[Any, ...]:
-    """A node's arguments, in place of each value the operation that gives it."""
+    """Return a node's arguments, with each value replaced by the operation that produces it."""
     return tuple(data(arg).op if isinstance(arg, fx.Node) else arg for arg in node.args)
 
 
 def line_of(node: fx.Node) -> str:
-    """The innermost line of the user's code that it comes from, `file.py:12`; empty where torch has noted none."""
+    """Return the innermost line of user code that a node comes from, as `file.py:12`; "" if torch recorded none."""
     lines = re.findall(r'File "(.*)", line (\d+)', node.meta.get("stack_trace") or "")
     return f"{lines[-1][0]}:{lines[-1][1]}" if lines else ""

@@ -1,6 +1,6 @@
-"""What the names in a printed program stand for: operators, functions of sizes, dtypes; and nothing else.
+"""The names that may appear in a printed program: operators, functions of sizes, dtypes, and nothing else.
 
-A text may come from anywhere. So no name is looked up that is not one of these, and nothing is called.
+A text is untrusted input: no other name is looked up, and nothing is called.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ _OPERATORS = frozenset(
     | {"lshift", "lt", "matmul", "mod", "mul", "ne", "neg", "not_", "or_", "pos", "pow", "rshift", "sub", "truediv"}
     | {"truth", "xor"}
 )
-"""What of the module `operator` computes with values; the rest writes to what it is given, calls it, or looks up
-attributes."""
+"""Pure functions of the module `operator`; the others write to their arguments, call them, or look up attributes."""
 
 
 def known(name: str) -> Any:
-    """What a dotted name stands for in a printed program; None if it may not stand there."""
+    """Return the object that a dotted name in a printed program refers to; None if the name is not allowed."""
     first, *rest = name.split(".")
     match first, rest:
         case "aten", [packet, overload]:
@@ -43,20 +42,20 @@ def known(name: str) -> Any:
 
 
 def is_known(function: object) -> bool:
-    """True for a function, no operation of torch's, that may stand in a program: it computes, and does nothing else."""
+    """Return True for a pure function, other than a torch operator, that may appear in a program."""
     module, name = str(getattr(function, "__module__", "")).removeprefix("_"), getattr(function, "__name__", "")
     return module in ("operator", "math", "torch") and known(f"{module}.{name}") is function
 
 
 def _operator(namespace: str, packet: str, overload: str) -> OpOverload | None:
-    inside = getattr(torch.ops, namespace, None)
-    among = getattr(inside, packet, None) if isinstance(inside, OpNamespace) else None
-    found = getattr(among, overload, None) if isinstance(among, OpOverloadPacket) else None
+    ops = getattr(torch.ops, namespace, None)
+    overloads = getattr(ops, packet, None) if isinstance(ops, OpNamespace) else None
+    found = getattr(overloads, overload, None) if isinstance(overloads, OpOverloadPacket) else None
     return found if isinstance(found, OpOverload) else None
 
 
 def _of_torch(attribute: str) -> Any:
-    """A dtype, layout or memory format, or a function of sizes that vary."""
+    """Return a dtype, layout, memory format, or function of symbolic sizes; None for any other attribute."""
     result = vars(torch).get(attribute)
     if isinstance(result, (torch.dtype, torch.layout, torch.memory_format)):
         return result

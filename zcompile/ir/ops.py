@@ -1,9 +1,9 @@
-"""The table of operations of the outer program: a class for each, with all that is known of it.
+"""The table of operations of the outer program: one class each, with everything that is known about it.
 
-An outer program is a list of calls of the runtime's functions and of regions. They are never run from here: the printed
-program is executed with the functions of `zcompile.runtime.executor` under the same names. A class says how its lines
-are spelled, what they take, send, gain and free, and what they do to time; whatever prints, parses, checks, counts,
-simulates or draws programs reads it from here (CONTRIBUTING.md shows how one is added).
+An outer program is a list of calls of runtime functions and of regions. They are never run from here: the printed
+program is executed with the functions of `zcompile.runtime.executor` of the same names. A class defines how its lines
+are printed, their arguments, what they send, allocate and free, and how they take time; the code that prints, parses,
+checks, measures, simulates or draws programs reads it from here (CONTRIBUTING.md shows how to add an operation).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from zcompile.ir.operation import (
 from zcompile.ir.tensor_type import TensorType, dtype_text
 
 ByteRange = tuple[int, int]
-"""The bytes [start, stop) of the arena that a line has for what it gathers, or copies to be sent."""
+"""The bytes [start, stop) of the arena that a line gathers into, or copies gradients into to send them."""
 
 
 # -- placeholders -----------------------------------------------------------------------------------------------------
 
 
 def _takes_no_memory(op: Operation, node: fx.Node, layout: Layout) -> int:
-    """The `memory` of lines whose value is in memory that is there anyway."""
+    """The `memory` of lines that allocate nothing."""
     return 0
 
 
 class Placeholder(Operation):
-    """What a program is given. Lines unbox it by name, with what it is at the margin: `label`, and of which."""
+    """An input of a program, unboxed by name; the margin shows its `label` and fields."""
 
     __slots__ = ()
     role = Role.PLACEHOLDER
@@ -52,13 +52,13 @@ class Placeholder(Operation):
 
 
 class RuntimeInput(Placeholder):
-    """What a program is lent for a run."""
+    """An input that the runtime provides for a run."""
 
     __slots__ = ()
 
 
 class Kind(StrEnum):
-    """What an input of a program is."""
+    """The kind of an input: an argument, a gradient that the backward begins with, or a constant of the graph."""
 
     DATA = "data"
     TANGENT = "tangent"
@@ -67,22 +67,22 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Input(Placeholder):
-    """What the caller fills; `index` is its place among the caller's arguments of this kind."""
+    """An input that the caller provides; `index` is its index among the caller's arguments of this kind."""
 
-    label = ""  # the module that it comes from, or what is special about it
+    label = ""  # the margin shows its module, its kind, or `mutated`
 
     kind: Kind
     index: int
     mutated: bool = False
-    """True if the forward writes to it: once it has run, the value that it read is gone."""
+    """True if the forward overwrites it."""
     held: str = ""
-    """What it is if it is no argument of the call that ranks may be taken to have alike: a buffer's name, or `?`."""
+    """A buffer's name, or `?`, if it is not an argument of the call, so that ranks cannot be assumed to agree on it."""
     result: int | None = None
-    """Of a tangent: the number of the forward's result that it is the gradient of, where that is known."""
+    """For a tangent, the number of the forward's result that it is the gradient of, if known."""
     leaf: int | None = None
-    """Its number among the tensors that a call is given, where that is known."""
+    """Its index among the tensors that the call receives, if known."""
     microbatch: int | None = None
-    """Of a step of several micro-batches: the one that it is of; None of what is the same in all."""
+    """In a step of several micro-batches, the micro-batch that it belongs to; None if they all share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Parameter(Placeholder):
 
 @dataclass(frozen=True, slots=True)
 class Shards(Placeholder):
-    """What this rank keeps of a unit."""
+    """This rank's shards of a unit."""
 
     label = "unit"
 
@@ -105,28 +105,28 @@ class Shards(Placeholder):
 
 @dataclass(frozen=True, slots=True)
 class Arena(RuntimeInput):
-    """Memory that is kept from step to step, of which a program's lines are given their ranges."""
+    """Memory that is kept from step to step, in which lines have fixed byte ranges."""
 
     label = "arena"
 
 
 @dataclass(frozen=True, slots=True)
 class Stack(RuntimeInput):
-    """Memory that is kept from step to step, in which saved activations lie one behind the other."""
+    """Memory that is kept from step to step, in which saved activations are stored consecutively."""
 
     label = "stack"
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadStore(RuntimeInput):
-    """Where activations are kept that the device has no memory for."""
+    """The storage for offloaded activations, outside device memory."""
 
     label = "away"
 
 
 @dataclass(frozen=True, slots=True)
 class Group(RuntimeInput):
-    """The ranks of an axis: of tensor parallelism, which keep shards of activations, or of the outer one of two."""
+    """The ranks along an axis: a tensor or pipeline axis, or the outer one of two data-parallel axes."""
 
     label = "group"
 
@@ -141,7 +141,7 @@ class _Computes(Operation):
     role = Role.COMPUTE
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """Its results'."""
+        """Bytes of the results."""
         return data(node).nbytes + sum(data(item).nbytes for item in items_of(node))
 
 
@@ -160,7 +160,7 @@ class Call(_Computes):
 
 @dataclass(frozen=True, slots=True)
 class Item(Operation):
-    """One of several results."""
+    """One of several results of a line."""
 
     role = Role.VALUE
 
@@ -178,7 +178,7 @@ class _Waits(Operation):
 
 
 class Communication(Operation):
-    """Starts a collective of the data-parallel ranks along one axis for the parameters of `unit`."""
+    """Starts a collective over the data-parallel ranks along one axis, for the parameters of `unit`."""
 
     __slots__ = ()
     unit: str
@@ -186,45 +186,45 @@ class Communication(Operation):
 
     @property
     def averages(self) -> tuple[str, ...] | None:
-        """The parameters whose gradients are sent; None: what is sharded is, itself."""
+        """The parameters whose gradients are averaged; None if the unit's sharded parameters are gathered."""
         return None
 
     @property
     def head(self) -> str:
-        """What ranks compare in front of the unit and its messages."""
+        """The start of the text that ranks compare, before the unit and its messages."""
         return self.function
 
     @property
     def tail(self) -> str:
-        """What they compare behind these."""
+        """The end of the text that ranks compare."""
         return ""
 
     def over(self, layout: Layout) -> Axis:
-        """The axis: that which shards."""
+        """Return the axis of the collective: the one that shards."""
         return layout.sharded
 
     def messages(self, layout: Layout) -> tuple[Message, ...]:
-        """What travels together."""
+        """Return the messages of the collective."""
         return layout.unit(self.unit).sent(self.averages, self.dtype)
 
     def sent_dtype(self, message: Message) -> torch.dtype:
-        """The dtype of a message, in what ranks compare."""
+        """Return the dtype of a message in the text that ranks compare."""
         return message.dtype
 
     def payload_of(self, message: Message, layout: Layout) -> int:
-        """Bytes of the tensors that are moved for a message, padding included; an all_reduce moves them twice."""
+        """Return the bytes of the tensors that a message moves, padding included; an all_reduce moves them twice."""
         return message.nbytes
 
     def payload(self, layout: Layout) -> int:
-        """Bytes of the tensors that are moved."""
+        """Return the bytes of the tensors that all messages move."""
         return sum(self.payload_of(message, layout) for message in self.messages(layout))
 
     def copied(self, layout: Layout) -> int:
-        """Bytes of shards that are copied from the host first."""
+        """Return the bytes of shards that are copied from the host first."""
         return 0
 
     def message_text(self, layout: Layout) -> str:
-        """`all_gather blocks.0 (a f32[8, 4], b f32[4]+c f32[4])`: one entry a message, packed ones added."""
+        """Return the text that ranks compare: `all_gather blocks.0 (a f32[8, 4], b f32[4]+c f32[4])`, `+` if packed."""
         texts = []
         for message in self.messages(layout):
             kind, owner = self.sent_dtype(message), "" if message.owner is None else f" owner {message.owner}"
@@ -233,14 +233,14 @@ class Communication(Operation):
         return f"{self.head} {self.unit} ({', '.join(texts)}){self.tail}"
 
     def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
-        """Along the axis that shards each primary shard is a message of its own."""
+        """Each primary shard is a separate message along the sharding axis."""
         axis, messages = self.over(layout), self.messages(layout)
-        count = sum(layout.parts if axis is layout.sharded and one.is_sharded else 1 for one in messages)
+        count = sum(layout.parts if axis is layout.sharded and message.is_sharded else 1 for message in messages)
         return Traffic(axis, self.payload(layout), count, self.copied(layout))
 
 
 class _Outside(Communication):
-    """Along the outer axis: of what a rank has inside, which may be sent in fewer bits."""
+    """A collective along the outer axis, which may send values compressed."""
 
     __slots__ = ()
     axis: str
@@ -248,21 +248,21 @@ class _Outside(Communication):
 
     @property
     def tail(self) -> str:
-        """The axis, and what is sent."""
+        """The axis, and the dtype that is sent."""
         return f" over {self.axis}" if self.wire is None else f" over {self.axis} in {dtype_text(self.wire)}"
 
     def over(self, layout: Layout) -> Axis:
-        """The outer one."""
+        """Return the outer axis."""
         return layout.axis(self.axis)
 
     def messages(self, layout: Layout) -> tuple[Message, ...]:
-        """What a rank has inside."""
+        """Return the messages, each of the part of a unit that a rank has along the inner axis."""
         unit, inside = layout.unit(self.unit), layout.sharded.size
         return unit.sent(self.averages, self.dtype, inside=inside, wire=self.wire)
 
 
 class Gathering(Communication):
-    """Starts gathering a unit, or its secondary shards. `keep`: beyond the program, gathered again after a change."""
+    """Starts gathering a unit, or its secondary shards. `keep`: the result outlives the program, until a change."""
 
     __slots__ = ()
     role = Role.GATHER
@@ -271,11 +271,11 @@ class Gathering(Communication):
 
     @property
     def head(self) -> str:
-        """With what is kept."""
+        """Marked if the result is kept."""
         return f"{self.function} keep" if self.keep else self.function
 
     def copied(self, layout: Layout) -> int:
-        """Those that this rank keeps, where they are away."""
+        """Return the bytes of this rank's shards if they are in host memory."""
         nbytes = sum(message.nbytes for message in self.messages(layout))
         return nbytes // self.over(layout).size if layout.away else 0
 
@@ -289,20 +289,20 @@ class AllGather(Gathering):
     unit: str
     keep: bool = False
     dtype: torch.dtype | None = None
-    """What shards are cast to before they are sent; None: sent as they are."""
+    """Dtype to which shards are cast before they are sent; None to send them as they are."""
     at: ByteRange | None = None
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """None in the arena, which is there anyway."""
+        """0 in the arena, which is allocated once."""
         return 0 if self.at is not None else layout.gathered_bytes(self.unit)
 
 
 @dataclass(frozen=True, slots=True)
 class GatherOutside(_Outside, Gathering):
-    """Start gathering the secondary shards of a unit: this rank's part of it inside, over the ranks of `axis`.
+    """Start gathering the secondary shards of a unit over the ranks along `axis`, the outer one.
 
-    `keep`: they outlive the program, and are gathered again only after a change. Where the full copy does, as in stages
-    1 and 2, that is what is gathered again, here and inside.
+    `keep`: they outlive the program and are gathered again only after a change. In stages 1 and 2, full parameters are
+    kept instead, and both gathers are repeated after a change.
     """
 
     takes = ((Shards,), (Group,))
@@ -311,42 +311,42 @@ class GatherOutside(_Outside, Gathering):
     axis: str
     keep: bool = False
     dtype: torch.dtype | None = None
-    """As of an `AllGather`."""
+    """As for `AllGather`."""
     wire: torch.dtype | None = None
-    """In which shards are sent, if not in the dtype in which they are wanted: see `zcompile.ir.layout.Message`."""
+    """Dtype in which shards are sent, if not the gathered dtype: see `zcompile.ir.layout.Message`."""
 
     def sent_dtype(self, message: Message) -> torch.dtype:
-        """That of secondary shards, or of what is encoded."""
+        """Return the dtype in which shards are sent."""
         return message.wire or message.dtype
 
     def payload_of(self, message: Message, layout: Layout) -> int:
-        """As it is sent."""
+        """Return the bytes that all ranks send."""
         return message.gathered_bytes(self.over(layout).size)
 
     def buffer_bytes(self, layout: Layout) -> int:
-        """Bytes of the tensor that secondary shards are in."""
+        """Return the bytes of the tensor that holds the secondary shards."""
         return secondary_bytes([message.nbytes for message in self.messages(layout)])
 
     def encoded_bytes(self, layout: Layout) -> int:
-        """Bytes of what arrives encoded, beside that tensor."""
+        """Return the bytes of compressed messages, which arrive in memory of their own."""
         encoded = (message for message in self.messages(layout) if message.wire is not None)
         return sum(self.payload_of(message, layout) for message in encoded)
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """With what arrives encoded."""
+        """Bytes of the secondary shards and of compressed messages."""
         return data(node).nbytes + self.encoded_bytes(layout)
 
 
 @dataclass(frozen=True, slots=True)
 class WaitSecondary(_Waits):
-    """The secondary shards of a unit, once they have arrived, as the bytes of one tensor."""
+    """Wait for the secondary shards of a unit; the result is one uint8 tensor."""
 
     takes = ((GatherOutside,),)
 
     unit: str
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """What has arrived encoded is freed."""
+        """Frees the compressed messages."""
         return data(node).nbytes - op_of(node.all_input_nodes[0], GatherOutside).encoded_bytes(layout)
 
 
@@ -359,13 +359,13 @@ class GatherInside(AllGather):
 
     @property
     def tail(self) -> str:
-        """What is sent, which is more than primary shards."""
+        """The source of the gather, which is larger than the primary shards."""
         return " from secondary shards"
 
 
 @dataclass(frozen=True, slots=True)
 class GatherAhead(Gathering):
-    """Start gathering a unit for the next step's forward, whose `AllGather` of it then starts nothing."""
+    """Start gathering a unit for the next step's forward, whose `AllGather` of it is then a no-op."""
 
     functions = ("gather_ahead",)
     takes = ((Shards,),)
@@ -379,17 +379,17 @@ class GatherAhead(Gathering):
     dtype: torch.dtype | None = None
 
     def payload_of(self, message: Message, layout: Layout) -> int:
-        """Counted where the next step would gather it."""
+        """0: the next step's gather counts the payload."""
         return 0
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """None where it arrives in the memory of the copy that the forward has gathered."""
+        """0 if the unit is gathered into the kept copy."""
         return 0 if self.keep else layout.gathered_bytes(self.unit)
 
 
 @dataclass(frozen=True, slots=True)
 class Sum(Operation):
-    """Add further gradients of this rank's own, of a unit or of some of its parameters, in the memory of the first."""
+    """Add further local gradients of a unit, or of some of its parameters, in place to the first ones."""
 
     role = Role.VALUE
     functions = ("add",)
@@ -397,16 +397,16 @@ class Sum(Operation):
     unit: str
     params: tuple[str, ...]
     dtype: torch.dtype | None = None
-    """In which the sum is, where that is not the dtype of gradients: it has memory of its own then."""
+    """Dtype of the sum, if not the dtype of gradients; then the sum has memory of its own."""
 
 
 SUMMED = (*GRADIENTS, Sum)
-"""An argument that lists gradients of a unit, or is their sum over several micro-batches."""
+"""An argument that is a list of a unit's gradients, or their sum over micro-batches."""
 Sum.takes = ((Shards,), SUMMED, GRADIENTS)
 
 
 class Averaging(Communication):
-    """Starts averaging gradients of `params`; `scatter`: each rank gets its part, else all."""
+    """Starts averaging gradients of `params`; with `scatter` each rank gets its part, else all of them."""
 
     __slots__ = ()
     role = Role.REDUCE
@@ -416,27 +416,27 @@ class Averaging(Communication):
 
     @property
     def function(self) -> str:
-        """The first where it scatters."""
+        """reduce_scatter if it scatters, else all_reduce."""
         return self.functions[0 if self.scatter else 1]
 
     @classmethod
     def meant_by(cls, function: str) -> dict[str, Any]:
-        """Whether it scatters."""
+        """Return whether the function scatters."""
         return {"scatter": function == cls.functions[0]}
 
     @property
     def averages(self) -> tuple[str, ...]:
-        """Those with a gradient."""
+        """The parameters that have a gradient."""
         return self.params
 
     def payload_of(self, message: Message, layout: Layout) -> int:
-        """Twice that of what every rank gets whole."""
+        """Return the bytes moved: twice the message's for an all_reduce."""
         return message.averaged_bytes(self.over(layout).size, scatters=self.scatter and message.is_sharded)
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Averaging):
-    """Over the ranks that shard."""
+    """Start averaging gradients over the sharding ranks."""
 
     takes = ((Shards,), SUMMED)
 
@@ -444,9 +444,9 @@ class Reduce(Averaging):
     params: tuple[str, ...]
     scatter: bool
     dtype: torch.dtype | None = None
-    """What gradients are cast to before they are sent; None: sent as they are."""
+    """Dtype to which gradients are cast before they are sent; None to send them as they are."""
     bucket: int | None = None
-    """Bytes of a piece of what is copied to be sent; None: it is copied as a whole."""
+    """Bytes of each piece in which gradients are copied and sent; None to copy them as a whole."""
     at: ByteRange | None = None
 
     @property
@@ -455,7 +455,7 @@ class Reduce(Averaging):
         return f" by {self.bucket}" if self.bucket else ""
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """This rank's part of the averages inside; alone, a gradient is its own average."""
+        """Bytes of this rank's part of the averages; 0 without other ranks, as a gradient is then its own average."""
         if not self.scatter or layout.sharded.size == 1:
             return 0
         params = [layout.param(name) for name in self.params]
@@ -464,7 +464,7 @@ class Reduce(Averaging):
 
 @dataclass(frozen=True, slots=True)
 class WaitGather(_Waits):
-    """The full parameters of a unit, once they have arrived."""
+    """Wait for the full parameters of a unit."""
 
     takes = ((AllGather,),)
 
@@ -473,17 +473,17 @@ class WaitGather(_Waits):
 
 @dataclass(frozen=True, slots=True)
 class WaitReduce(_Waits):
-    """The averaged gradients of `params`, once they have arrived."""
+    """Wait for the averaged gradients of `params`."""
 
     takes = ((Averaging,),)
 
     unit: str
     params: tuple[str, ...]
     added: bool = False
-    """True of averages that are added up before they go where their shards are, if that is elsewhere."""
+    """True for averages that are summed before the sum is moved to where their shards are, such as host memory."""
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """What has been averaged inside is freed, where the ranks outside have got parts of it."""
+        """Frees the inner averages once they have been scattered along the outer axis."""
         (started,) = node.all_input_nodes
         op = data(started).op
         return -op.inside_bytes(layout) if isinstance(op, ReduceOutside) else 0
@@ -491,23 +491,23 @@ class WaitReduce(_Waits):
 
 @dataclass(frozen=True, slots=True)
 class ReduceOutside(_Outside, Averaging):
-    """Over the ranks of `axis`: of averages over the ranks inside; `scatter`: each gets those of its primary shard."""
+    """Start averaging inner averages over the ranks along `axis`; with `scatter` each gets its primary shard's."""
 
     unit: str
     params: tuple[str, ...]
     axis: str
     scatter: bool
     dtype: torch.dtype | None = None
-    """As of the reduction before it."""
+    """As for the preceding `Reduce`."""
     wire: torch.dtype | None = None
-    """In which averages are sent, if not in the dtype in which they are summed: see `zcompile.ir.layout.Message`."""
+    """Dtype in which averages are sent, if not the dtype in which they are summed: see `zcompile.ir.layout.Message`."""
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """This rank's part of the averages; none where it works in place."""
+        """Bytes of this rank's part of the averages; 0 if it works in place."""
         return self.inside_bytes(layout) // self.over(layout).size
 
     def inside_bytes(self, layout: Layout) -> int:
-        """Bytes of the averages inside that it scatters, which are free once it has been waited for."""
+        """Return the bytes of the inner averages that it scatters, which its wait frees."""
         if not self.scatter or self.over(layout).size == 1:
             return 0
         params = [param for name in self.params if (param := layout.param(name)).shards]
@@ -527,7 +527,7 @@ class Release(Operation):
     unit: str
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """What was gathered outside of the arena is freed."""
+        """Frees gathered parameters that are not in the arena."""
         gathers = (source for full in node.all_input_nodes for source in full.all_input_nodes)
         placed = any(isinstance(op := data(gather).op, AllGather) and op.at is not None for gather in gathers)
         return 0 if placed else -layout.gathered_bytes(self.unit)
@@ -538,7 +538,7 @@ class Release(Operation):
 
 @dataclass(frozen=True, slots=True)
 class SumAverages(Operation):
-    """Add further averaged gradients, of a unit or of some of its parameters, in the memory of the first."""
+    """Add further averaged gradients of a unit, or of some of its parameters, in place to the first ones."""
 
     role = Role.VALUE
     functions = ("add",)
@@ -547,19 +547,19 @@ class SumAverages(Operation):
     params: tuple[str, ...]
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """What is added is freed."""
+        """Frees the added gradients."""
         return -averages_bytes(node.all_input_nodes[2], layout)
 
 
 AVERAGES = (WaitReduce, SumAverages)
-"""An argument that is averaged gradients, of one micro-batch or the sum over several."""
+"""An argument that is averaged gradients: of one micro-batch, or summed over several."""
 SumAverages.takes = ((Shards,), AVERAGES, (WaitReduce,))
 ReduceOutside.takes = ((Shards,), AVERAGES, (Group,))
 
 
 @dataclass(frozen=True, slots=True)
 class Update(Operation):
-    """Let the optimizer use the averaged gradients of `params`, and free them."""
+    """Run the optimizer on the averaged gradients of `params`, and free them."""
 
     role = Role.UPDATE
     functions = ("update",)
@@ -570,13 +570,13 @@ class Update(Operation):
     params: tuple[str, ...]
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """What is left of what their reductions have taken."""
+        """Frees the averaged gradients."""
         return -averages_bytes(node.all_input_nodes[1], layout)
 
 
 @dataclass(frozen=True, slots=True)
 class Accumulate(Operation):
-    """Hold this rank's own gradients of `params` back: they are reduced with those of a later backward."""
+    """Accumulate local gradients of `params`, to be reduced with those of a later backward."""
 
     role = Role.VALUE
     functions = ("accumulate",)
@@ -588,31 +588,31 @@ class Accumulate(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Plus(Operation):
-    """The sum of two values: of gradients of a parameter that another pipeline stage keeps, over micro-batches."""
+    """Add two gradients of a parameter of another pipeline stage, to sum them over micro-batches."""
 
     role = Role.VALUE
     functions = ("plus",)
     takes = (ANY, ANY)
 
     dtype: torch.dtype | None = None
-    """In which the sum is, where that is not the dtype of gradients."""
+    """Dtype of the sum, if not the dtype of gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy(Operation):
-    """A value copied for who must own it: its memory belongs to another value too, or to a CUDA graph."""
+    """Copy a value whose memory another value or a CUDA graph also uses, for a reader that must own it."""
 
     role = Role.VALUE
     functions = ("copy",)
     takes = (ANY,)
 
     strided: bool = False
-    """Laid out like the value; a gradient is copied to be contiguous."""
+    """True to keep the value's strides; False for a contiguous copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Write(Operation):
-    """Let a buffer of the model have a new value."""
+    """Write a new value to a buffer of the model."""
 
     role = Role.VALUE
     functions = ("write",)
@@ -625,7 +625,7 @@ class Write(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Store(Operation):
-    """A saved activation copied onto the stack, so that its own memory is free again."""
+    """Copy a saved activation onto the stack, so that its own memory can be freed."""
 
     role = Role.VALUE
     functions = ("store",)
@@ -635,7 +635,7 @@ class Store(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Offload(Operation):
-    """What stands for an activation from where it is on its way out, until it is fetched."""
+    """Start offloading an activation; the result, a scalar, represents it until it is fetched."""
 
     role = Role.MOVE
     functions = ("offload",)
@@ -644,21 +644,21 @@ class Offload(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Fetch(Operation):
-    """Start bringing an activation back."""
+    """Start fetching an offloaded activation."""
 
     role = Role.MOVE
     functions = ("fetch",)
     takes = (ANY, (OffloadStore, Group))
 
     def traffic(self, node: fx.Node, layout: Layout) -> Traffic | None:
-        """The ranks of a group send each other their shards."""
-        place = data(node.all_input_nodes[1]).op
-        return Traffic(layout.axis(place.axis), data(node).nbytes) if isinstance(place, Group) else None
+        """The ranks of a group gather their shards."""
+        storage = data(node.all_input_nodes[1]).op
+        return Traffic(layout.axis(storage.axis), data(node).nbytes) if isinstance(storage, Group) else None
 
 
 @dataclass(frozen=True, slots=True)
 class WaitFetch(_Waits):
-    """The activation, once it is back."""
+    """Wait for a fetched activation."""
 
     takes = ((Fetch,),)
 
@@ -668,7 +668,7 @@ class WaitFetch(_Waits):
 
 @dataclass(frozen=True, slots=True)
 class Send(Operation):
-    """Start sending a value to the rank at place `to` of `axis`. Until it has been waited for, the value is kept."""
+    """Start sending a value to the rank with coordinate `to` along `axis`. The value is held until the wait."""
 
     role = Role.SEND
     functions = ("send",)
@@ -677,19 +677,19 @@ class Send(Operation):
     axis: str
     to: int = -1
     message: str = ""
-    """What is sent: the micro-batch, and the value's name in the traced step."""
+    """The micro-batch, and the value's name in the traced step."""
     strides: tuple[int, ...] | None = None
-    """In which it arrives, in elements; None where that is contiguous."""
+    """Strides of the received value, in elements; None if it is contiguous."""
 
     def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
-        """All of it to one rank."""
+        """The whole value goes to one rank."""
         type_ = data(node.all_input_nodes[0]).type
         return Traffic(layout.axis(self.axis), type_.nbytes if type_ else 0, to_one=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Receive(Operation):
-    """Start receiving what the rank at place `source` of `axis` sends: a tensor of the type that the line says."""
+    """Start receiving a tensor, of the type given in the line, from the rank with coordinate `source` along `axis`."""
 
     role = Role.RECEIVE
     functions = ("recv",)
@@ -698,21 +698,21 @@ class Receive(Operation):
     axis: str
     source: int = -1
     message: str = ""
-    """As of the line that sends it."""
+    """As for the `Send`."""
     strides: tuple[int, ...] | None = None
-    """In elements; None where it is contiguous."""
+    """Strides of the value, in elements; None if it is contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitReceive(_Waits):
-    """What another rank has sent, once it has arrived."""
+    """Wait for a value from another rank."""
 
     takes = ((Receive,),)
 
 
 @dataclass(frozen=True, slots=True)
 class WaitSend(_Waits):
-    """The end of a sending: the value's memory may be used again."""
+    """Wait for a send: afterwards the value's memory may be reused."""
 
     takes = ((Send,),)
     gives = False
@@ -757,11 +757,11 @@ _LINES: tuple[type[Operation], ...] = (
 )
 RUNTIME_INPUTS: tuple[type[RuntimeInput], ...] = (Arena, Stack, OffloadStore, Group)
 GRADIENT_LISTS = tuple(kind for kind in _LINES if kind.takes and kind.takes[-1] in (GRADIENTS, SUMMED))
-"""What takes a list of gradients, and empties it."""
+"""Operations that take a list of gradients and empty it."""
 
 
 def _stand_in(name: str) -> Callable[..., NoReturn]:
-    """What stands in a graph for the runtime's function `name`."""
+    """Return the function that represents the runtime's function `name` in a graph."""
 
     def only_a_name(*_: Any, **__: Any) -> NoReturn:
         message = f"{name} stands for an operation of the runtime; lower the program to run it"
@@ -772,39 +772,39 @@ def _stand_in(name: str) -> Callable[..., NoReturn]:
 
 
 region = _stand_in("region")
-"""Called with the name of a region and its arguments; printed as a call of the region."""
+"""The target of calls of regions: its first argument is the region's name."""
 FUNCTIONS: Mapping[str, Callable[..., NoReturn]] = {
     name: _stand_in(name) for name in dict.fromkeys(name for kind in _LINES for name in kind.functions)
 }
-"""What stands in a graph for the runtime's functions, by name."""
+"""The functions that represent the runtime's functions in a graph, by name."""
 NAMES = frozenset({*FUNCTIONS, "torch", "unbox", "aten", "ops", "box", "graph"})
-"""Names with a meaning in a printed program; no value is called so."""
+"""Reserved names in a printed program, which no value may have."""
 
 
 def operation(name: str, given: Sequence[Any], keywords: Mapping[str, Any], layout: Layout) -> Operation:
-    """What a call of the runtime's function `name` is.
+    """Return the operation of a call of the runtime's function `name`.
 
     Args:
-        name: As it is printed.
-        given: Its arguments, in place of each value the operation that gives it.
-        keywords: What it is given by name.
-        layout: The units of the program.
+        name: The printed name of the function.
+        given: Its positional arguments, with each value replaced by the operation that produces it.
+        keywords: Its keyword arguments.
+        layout: The layout of the program.
     """
     kinds = [kind for kind in _LINES if name in kind.functions]
     kind = next((kind for kind in kinds if takes(kind, tuple(given))), kinds[0])
     unit: str = getattr(given[0], "unit", "") if given else ""
     values: dict[str, Any] = {"unit": unit, "params": (), **kind.meant_by(name)}
-    # The first has all parameters of a sum; what is added to it may have fewer.
-    values |= {name: getattr(one, name) for one in reversed(given) for name in ("params", "axis") if hasattr(one, name)}
+    # The first summand has all parameters of a sum; further ones may have fewer.
+    values |= {name: getattr(arg, name) for arg in reversed(given) for name in ("params", "axis") if hasattr(arg, name)}
     if kind in GRADIENT_LISTS and not isinstance(given[1], Sum):
         named = zip(layout.unit(unit).params, given[1], strict=True)
         values["params"] = tuple(param.name for param, gradient in named if gradient is not None)
     values |= {option: value for option, value in keywords.items() if option in options_of(kind)}
-    return kind(**{one.name: values[one.name] for one in fields(kind) if one.name in values})  # type: ignore[arg-type]
+    return kind(**{f.name: values[f.name] for f in fields(kind) if f.name in values})  # type: ignore[arg-type]
 
 
 def reductions_of(averages: fx.Node) -> list[fx.Node]:
-    """The reductions behind which averages stand, the last first, one for each axis; of a sum those of the first."""
+    """Return the reductions that computed averages, one per axis, last first; for a sum, those of its first summand."""
     if isinstance(data(averages).op, SumAverages):
         return reductions_of(averages.all_input_nodes[1])
     (last,) = averages.all_input_nodes
@@ -812,34 +812,34 @@ def reductions_of(averages: fx.Node) -> list[fx.Node]:
 
 
 def averages_bytes(averages: fx.Node, layout: Layout) -> int:
-    """Bytes that averaged gradients have, of what their reductions have taken; of a sum, those of the first."""
+    """Return the bytes of averaged gradients that their reductions allocated; for a sum, of its first summand."""
     while isinstance(data(averages).op, SumAverages):
         averages = averages.all_input_nodes[1]
-    return sum(data(one).op.memory(one, layout) for one in (averages, *reductions_of(averages)))
+    return sum(data(node).op.memory(node, layout) for node in (averages, *reductions_of(averages)))
 
 
 def wait_of(started: fx.Node) -> fx.Node:
-    """The wait for what a line has started."""
+    """Return the wait for the work that a line starts."""
     (wait,) = [user for user in started.users if data(user).op.role is Role.WAIT]
     return wait
 
 
 def called(value: fx.Node) -> fx.Node:
-    """What gives a value: itself, or the call of which it is one of several results."""
+    """Return the line that computes a value: itself, or the call if the value is an item."""
     return value.all_input_nodes[0] if isinstance(data(value).op, Item) else value
 
 
 def items_of(node: fx.Node) -> list[fx.Node]:
-    """The results of a call that has several, in the order in which they are used first."""
+    """Return the items of a call with several results, in the order in which they were added."""
     return [user for user in node.users if isinstance(data(user).op, Item)]
 
 
 def is_part(node: fx.Node) -> bool:
-    """True for a result of a call, of which its line names them; those of a result that is a tuple have their own."""
+    """Return True for an item that the line of its call names; items of an item that is a tuple have own lines."""
     made = called(node)
     return node.op == "call_function" and made is not node and called(made) is made
 
 
 def values_of(node: fx.Node) -> list[fx.Node]:
-    """The values that an operation gives: its results where it has several, else itself."""
+    """Return the values that a line computes: its items if it has several results, else itself."""
     return items_of(node) or [node]

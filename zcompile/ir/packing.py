@@ -1,8 +1,8 @@
-"""Packing: places in one arena for values that live for a while each, so that none alive together share a byte.
+"""Packing: offsets in one arena for buffers with known lifetimes, so that no two live buffers overlap.
 
-This is dynamic storage allocation: NP-hard, and never below the most bytes alive at once. The chains that programs
-are made of, each unit alive with the next few, fit into that or a little more if every value is put at the lower or the
-upper end of a gap: which, a search with backtracking finds. Where that takes too long, greedy orders are tried
+This is dynamic storage allocation: NP-hard, with the peak of live bytes as a lower bound. In programs, each unit is
+live together with the next few, and the bound or a little more suffices if every buffer is put at the lower or the
+upper end of a gap; a search with backtracking decides which. If that takes too long, greedy orders are tried
 (Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020, section 5).
 """
 
@@ -12,47 +12,47 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 256
-"""Bytes at whose multiples a place begins: what kernels and collectives like best."""
+"""Alignment of offsets, in bytes: fastest for kernels and collectives."""
 _SLACKS = (1, 1.02, 1.05)
-"""Sizes of the arena that are searched for, over the most bytes alive at once."""
+"""Sizes of the arena that are tried, relative to the peak of live bytes."""
 _STEPS = 20_000
-"""Places that one search tries before it gives up."""
+"""Steps after which a search gives up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Bytes that are needed from line `start` to line `end`, both included."""
+    """`nbytes` that are live from line `start` to line `end`, both included."""
 
     nbytes: int
     start: int
     end: int
 
     def meets(self, other: Interval) -> bool:
-        """True if both are alive at some line."""
+        """Return True if both are live at some line."""
         return self.start <= other.end and other.start <= self.end
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where each interval begins, in their order, and the bytes of the arena that they take together."""
+    """The offset of each interval, in order, and the size of the arena, in bytes."""
 
     offsets: tuple[int, ...]
     size: int
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to where the next place may begin."""
+    """Return `nbytes` rounded up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def most_alive(intervals: Sequence[Interval]) -> int:
-    """The most bytes alive at one line: no arena is smaller."""
+    """Return the peak of live bytes over all lines, a lower bound for the arena."""
     starts = [Interval(0, interval.start, interval.start) for interval in intervals]
     return max((sum(i.nbytes for i in intervals if i.meets(start)) for start in starts), default=0)
 
 
 def pack(intervals: Sequence[Interval]) -> Packing:
-    """Places for `intervals`, at aligned offsets; the same ones whenever it is asked."""
+    """Return aligned offsets for `intervals`; deterministic."""
     values = _Values(intervals)
     bound = aligned(most_alive(intervals))
     for slack in _SLACKS:
@@ -62,7 +62,7 @@ def pack(intervals: Sequence[Interval]) -> Packing:
 
 
 class _Values:
-    """Intervals by number, with their aligned sizes and those that are alive with each."""
+    """Intervals by number, with their aligned sizes and, for each, the intervals that it meets."""
 
     def __init__(self, intervals: Sequence[Interval]) -> None:
         self.intervals = intervals
@@ -71,16 +71,16 @@ class _Values:
         self.near = [[i for i in numbers if i != n and intervals[i].meets(intervals[n])] for n in numbers]
 
     def orders(self) -> list[list[int]]:
-        """By beginning, by size, by length."""
-        numbers, found = range(len(self.intervals)), self.intervals
+        """Return the numbers by start, by decreasing size, and by decreasing lifetime."""
+        numbers, intervals = range(len(self.intervals)), self.intervals
         return [
-            sorted(numbers, key=lambda n: found[n].start),
-            sorted(numbers, key=lambda n: -found[n].nbytes),
-            sorted(numbers, key=lambda n: found[n].start - found[n].end),
+            sorted(numbers, key=lambda n: intervals[n].start),
+            sorted(numbers, key=lambda n: -intervals[n].nbytes),
+            sorted(numbers, key=lambda n: intervals[n].start - intervals[n].end),
         ]
 
     def search(self, size: int) -> Packing | None:
-        """A packing of at most `size` bytes, if one is found: values in the order in which they come to life."""
+        """Search for a packing of at most `size` bytes, placing intervals by start; None if none is found."""
         order, _, _ = self.orders()
         offsets: dict[int, int] = {}
         choices: list[Iterator[int]] = []
@@ -101,14 +101,14 @@ class _Values:
         return None
 
     def greedy(self, order: Sequence[int]) -> Packing:
-        """One value after the other at the lower end of the smallest gap in which it fits."""
+        """Place each interval in turn at the lower end of the smallest gap in which it fits."""
         offsets: dict[int, int] = {}
         for number in order:
             offsets[number] = next(self._choices(number, offsets, sum(self.sizes)))
         return self._packing(offsets)
 
     def _choices(self, number: int, offsets: dict[int, int], size: int) -> Iterator[int]:
-        """Where a value may begin between those alive with it, smallest gap first; what is above all of them, last."""
+        """Yield offsets for an interval between those that it meets, smallest gap first, above all of them last."""
         taken = sorted((offsets[i], offsets[i] + self.sizes[i]) for i in self.near[number] if i in offsets)
         mine, end, gaps = self.sizes[number], 0, []
         for start, stop in (*taken, (size, size)):

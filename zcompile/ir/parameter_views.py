@@ -1,7 +1,7 @@
 """Values cheaply derived from full parameters: views, transposes and casts.
 
-They are computed again wherever they are needed and never cross from one region to another: each of them would keep
-the full parameter alive past its release.
+They are recomputed wherever they are needed and never passed from one region to another: each of them would keep the
+full parameter alive past its release.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _CASTS = frozenset(
 
 
 def is_view(node: fx.Node) -> bool:
-    """True for an operation whose result shares the memory of its first argument."""
+    """Return True for an operation whose result is a view of its first argument."""
     return isinstance(node.target, OpOverload) and bool(node.target.is_view)
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """True for a view, a transpose or a cast, and for one of several views."""
+    """Return True for a view, a transpose, a cast or a clone, and for an item of several views."""
     if isinstance(data(node).op, Item):
         return is_cheap(node.all_input_nodes[0])
     return isinstance(data(node).op, Compute) and (is_view(node) or node.target in _CASTS)
 
 
 def derived_values(program: Program) -> set[fx.Node]:
-    """All nodes cheaply derived from parameters, and sizes, alone; what the step hands back is left out."""
+    """Return all nodes cheaply derived from parameters and sizes alone, except results of the step."""
     result: set[fx.Node] = set()
     returned = {*program.results.outputs, *program.results.backward_nodes()}
     for node in program.graph.nodes:
@@ -46,7 +46,7 @@ def derived_values(program: Program) -> set[fx.Node]:
 
 
 def parameters_read(node: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:
-    """The parameter placeholders that `node` reads, itself or through derived values, in order of its arguments."""
+    """Return the parameter placeholders that `node` reads, directly or through derived values, in argument order."""
     result: dict[fx.Node, None] = {}
     for source in node.all_input_nodes:
         if isinstance(data(source).op, Parameter):

@@ -1,6 +1,6 @@
-"""A printed program back as a Program: the inverse of `zcompile.ir.printer`, used to write and to test passes.
+"""Parses a printed program: the inverse of `zcompile.ir.printer`, used to write and to test passes.
 
-What stands in the margin is read too: types make the values, the source column says where a value comes from.
+The margin is parsed, too: it has the types of values and the modules that they come from.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _PLACEHOLDERS = {kind.label: kind for kind in _NAMED}
 
 
 def parse(text: str) -> Program:
-    """The program that `Program.text(regions=True)` printed.
+    """Parse a program printed by `Program.text(regions=True)`.
 
     Raises:
-        ParseError: with the line that is not part of a printed program.
+        ParseError: a line is not valid in a printed program; names the line.
     """
     try:
         tree = ast.parse(text)
@@ -57,9 +57,9 @@ def parse(text: str) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """The type of one value in a margin, None for a size; whether it shares another value's memory, or keeps more.
+    """The type of a value in a margin (None for a size), whether it is a view, and the bytes that it keeps alive.
 
-    `replicated`: whether all ranks of a model-parallel mesh have it.
+    `replicated`: "=" if all ranks of a model-parallel mesh have the same value.
     """
 
     type: TensorType | None = None
@@ -75,7 +75,7 @@ class _Type:
         return cls(TensorType.parse(text), "&" in text, "=" if text.startswith("=") else "", storage)
 
     def data(self, op: Operation, phase: Phase, source: str) -> Data:
-        """The data of a value of this type."""
+        """Return the data of a value of this type."""
         return Data(
             op, phase, self.type, unescaped(source), view=self.view, replicated=self.replicated, storage=self.storage
         )
@@ -83,21 +83,21 @@ class _Type:
 
 @dataclass(frozen=True, slots=True)
 class LineMargin:
-    """What stands behind the code of a line."""
+    """The margin of a line, to the right of its code."""
 
     types: tuple[_Type, ...] = ()
     source: str = ""
     count: int | None = None
-    """How many values a bundle has."""
+    """The number of values in a bundle; None if the line has none."""
     replicated: str = ""
-    """Of a bundle: `=` if all ranks of a model-parallel mesh have its values."""
+    """For a bundle, `=` if all ranks of a model-parallel mesh have the same values."""
 
     @classmethod
     def of(cls, line: str) -> LineMargin | None:
-        """That of a line; None where there is none.
+        """Parse the margin of a line; None if it has none.
 
         Raises:
-            ValueError: a type is none.
+            ValueError: a type is invalid.
         """
         comment = _COMMENT.match(line)
         found = _MARGIN.match(comment[1]) if comment else None
@@ -113,11 +113,11 @@ class LineMargin:
 
     @property
     def placeholder(self) -> Placeholder | None:
-        """The unit, the parameter or what is lent that a name stands for; None of other inputs."""
+        """The unit, parameter or runtime input that a name represents; None for other inputs."""
         kind, *named = self.source.split(" ")
         found = _PLACEHOLDERS.get(kind)
         if found is None or len(named) != len(fields(found)):  # type: ignore[arg-type]
-            return None  # as of a value that comes from a module of such a name
+            return None  # a value from a module with the name of a label
         return found(*map(unescaped, named))
 
 
@@ -275,7 +275,7 @@ class _Parser:
                 scope.names[name] = self._bundle(name, source, index, margin, scope)
 
     def _bundle(self, name: str, source: fx.Node, first: int, margin: LineMargin, scope: _Scope) -> list[fx.Node]:
-        """The last results of a region, from `first` on; what they are stands in the text of the region."""
+        """Add items for the results of a region from `first` on; their types are in the text of the region."""
         op = data(source).op
         if not isinstance(op, Call):
             problem = "is given results of what is no region"
@@ -285,8 +285,8 @@ class _Parser:
             given = (source, index)
             node = scope.graph.create_node("call_function", operator.getitem, given, name=member_name(name, index))
             view, storage = memory_of_result(region, index)
-            one = _Type(data(region.outputs[index]).type, view, margin.replicated, storage)
-            members.append(self._typed(node, one.data(Item(index), scope.phase, margin.source)))
+            type_ = _Type(data(region.outputs[index]).type, view, margin.replicated, storage)
+            members.append(self._typed(node, type_.data(Item(index), scope.phase, margin.source)))
         return members
 
     def _call(self, call: ast.Call, name: str, margin: LineMargin, scope: _Scope) -> fx.Node:
@@ -328,10 +328,10 @@ class _Parser:
 
 
 def value_of(expression: ast.expr | None, names: Mapping[str, Any]) -> Any:
-    """What an argument is: what `names` says of a name, of what is listed a list, else the constant that it is.
+    """Evaluate an argument: a name in `names`, a list, tuple or dict of arguments, a known attribute, or a constant.
 
     Raises:
-        ParseError: it is none of what stands in a printed program.
+        ParseError: it is not an argument that programs are printed with.
     """
     match expression:
         case ast.Name(id=name) if name in names:
@@ -357,7 +357,7 @@ def value_of(expression: ast.expr | None, names: Mapping[str, Any]) -> Any:
 
 
 def _values(expressions: Iterable[ast.expr], names: Mapping[str, Any]) -> list[Any]:
-    """What is given, or listed; of `*name` the values of the bundle."""
+    """Evaluate arguments or elements of a list; `*name` gives all values of a bundle."""
     values = []
     for expression in expressions:
         value = value_of(expression.value if isinstance(expression, ast.Starred) else expression, names)
@@ -372,7 +372,7 @@ def _values(expressions: Iterable[ast.expr], names: Mapping[str, Any]) -> list[A
 
 
 def _made(function: str, text: str, expression: ast.expr) -> Any:
-    """What the calls that are printed as arguments give: `torch.device('cuda:0')`, `float('inf')`."""
+    """Evaluate a call that is printed as an argument: `torch.device('cuda:0')`, `float('inf')`."""
     try:
         if function == "torch.device":
             return torch.device(text)
@@ -384,10 +384,10 @@ def _made(function: str, text: str, expression: ast.expr) -> Any:
 
 
 def literal(expression: ast.expr) -> Any:
-    """The constant that it is.
+    """Evaluate a constant.
 
     Raises:
-        ParseError: it is none.
+        ParseError: `expression` is not a constant.
     """
     try:
         return ast.literal_eval(expression)
@@ -402,10 +402,10 @@ def _undefined(expression: ast.expr | None) -> ParseError:
 
 
 def _operation(node: fx.Node, layout: Layout, regions: dict[str, Region], source: str) -> Operation:
-    """What a call is, from the function it names and the values it takes."""
+    """Return the operation of a call, from its function and its arguments."""
     function = node.target.__name__  # type: ignore[union-attr]
     if node.target is ops.region:
-        # The margin says what the call is meant to read; its arguments, what it does read.
+        # The margin names the units that the call is meant to read; its arguments are what it does read.
         units = [name for name in map(unescaped, source.split(" + ")) if layout.has_unit(name)]
         reads = {argument for argument, item in regions[str(node.args[0])].takes if item is not None}
         return Call(str(node.args[0]), tuple(units[: len(reads)]))
@@ -418,12 +418,12 @@ def _operation(node: fx.Node, layout: Layout, regions: dict[str, Region], source
 
 
 def _default_name(function: str) -> str:
-    """What a call with several results is called: they have names in the text, it has none."""
+    """Return a name for a call with several results, which has none in the text."""
     return function.split(".")[-2] if "." in function else f"{function}_results"
 
 
 def _take(source: str, line: int) -> tuple[int, int | None]:
-    """Where an argument of a region comes from, as its margin says: `argument 0 item 3`, `argument 1`."""
+    """Parse the margin of a region's placeholder, the source of its value: `argument 0 item 3`, `argument 1`."""
     match = re.fullmatch(r"argument (\d+)(?: item (\d+))?", source)
     if match is None:
         raise ParseError(f"line {line}", f"{source!r} does not say where it comes from", "write `argument 0`")
@@ -431,7 +431,7 @@ def _take(source: str, line: int) -> tuple[int, int | None]:
 
 
 def _fixed(function: ast.FunctionDef) -> frozenset[int] | None:
-    """The arguments that stay where they are, of a region that is captured: `@cuda_graph(fixed=[0, 1])`."""
+    """Parse the placeholders with a fixed address of a captured region: `@cuda_graph(fixed=[0, 1])`."""
     match function.decorator_list:
         case []:
             return None
@@ -447,7 +447,7 @@ def _fixed(function: ast.FunctionDef) -> frozenset[int] | None:
 
 
 def _unboxed(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:
-    """Names that `(...) = unbox(box)` binds, with their lines."""
+    """Yield the names that `(...) = unbox(box)` binds, with their line numbers."""
     match function.body[0]:
         case ast.Assign(targets=[ast.Tuple(elts=elements)], value=ast.Call(func=ast.Name(id="unbox"))):
             for element in elements:
@@ -458,7 +458,7 @@ def _unboxed(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:
 
 
 def _placeholders_first(graph: fx.Graph) -> None:
-    """Move the placeholders met in the backward to the head of the graph, as FX wants them."""
+    """Move the placeholders of the backward to the start of the graph, where FX requires them."""
     last = None
     for node in graph.find_nodes(op="placeholder"):
         if last is not None:
@@ -467,10 +467,10 @@ def _placeholders_first(graph: fx.Graph) -> None:
 
 
 def layout_of(constants: Mapping[str, Any]) -> Layout:
-    """The layout that the head of a program's text says, from its constants by name.
+    """Return the layout given by the constants, by name, at the head of a program's text.
 
     Raises:
-        ParseError: one of them is none that is printed.
+        ParseError: a constant has a value that is never printed.
     """
     hybrid = constants.get("hybrid", Hybrid.HSDP)
     if hybrid not in list(Hybrid):
@@ -501,7 +501,7 @@ def _axes(texts: Mapping[str, str]) -> tuple[Axis, ...]:
 
 
 def _flagged(constants: Mapping[str, Any], flag: str) -> frozenset[str]:
-    """The names of parameters of which the head says `flag`."""
+    """Return the names of the parameters that have `flag` in the head."""
     words = (text.split() for texts in constants.get("units", {}).values() for text in texts)
     return frozenset(unescaped(name) for name, *rest in words if flag in rest)
 
@@ -509,8 +509,8 @@ def _flagged(constants: Mapping[str, Any], flag: str) -> frozenset[str]:
 def _param(text: str, shards: int) -> Param:
     name, _, rest = text.partition(" ")
     type_ = TensorType.parse(rest)
-    said = re.findall(r" (computed|reduced|across|gathered) in (\w+)", rest)
-    dtypes = {kind: dtype_of(short) for kind, short in said}
+    casts = re.findall(r" (computed|reduced|across|gathered) in (\w+)", rest)
+    dtypes = {kind: dtype_of(short) for kind, short in casts}
     return Param(
         unescaped(name),
         type_.shape,
@@ -526,7 +526,7 @@ def _param(text: str, shards: int) -> Param:
 
 
 def _modules(name: str, params: tuple[Param, ...]) -> tuple[str, ...]:
-    """The module paths of a unit: its own when all its parameters lie below it, else theirs."""
+    """Return the module paths of a unit: its own if all its parameters are below it, else those of the parameters."""
     if all(param.name.startswith(name + ".") for param in params):
         return (name,)
     return tuple(dict.fromkeys(param.name.rpartition(".")[0] for param in params))

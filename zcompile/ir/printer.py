@@ -1,4 +1,4 @@
-"""A program as Python: the text that people read is the text that is executed.
+"""Prints a program as Python: the text that people read is the text that is executed.
 
     def forward(box):
         (
@@ -10,8 +10,8 @@
         blocks_0_out = region_0(blocks_0_full, x)       # f32[8, 64]       +2 KiB            blocks.0
         release(blocks_0_full)                          #                  -195 KiB          blocks.0
 
-At the right margin stand the type of each value (`&`: it shares the memory of another one), the bytes gained or freed
-by the line, and the module it comes from.
+The right margin shows the type of each value (`&`: it shares the memory of another value), the bytes that the line
+allocates or frees, and the module that it comes from.
 `unbox(box)` empties the caller's list of arguments, so that `del` really frees them.
 """
 
@@ -51,17 +51,17 @@ from zcompile.ir.tensor_type import TensorType, dtype_text, human_bytes
 from zcompile.torch_internals.operators import HigherOrderOperator, OpOverload
 
 WIDTH = 84
-"""Columns of code and of the type behind it; what is longer is broken at its commas."""
+"""Columns for code and type; longer code is broken at its commas."""
 _WITH_SOURCE = 96
-"""Columns of code, type and module path: with what else stands there, a line has 120."""
+"""Columns for code, type and module path; with the rest of the margin, a line has 120."""
 _CONTINUED = 104
-"""Columns of the rest of a line that was broken, which has no margin."""
+"""Columns for continuation lines, which have no margin."""
 _LEAST = 40
-"""Columns of code that are left beside a long type."""
+"""Least columns for code before a long type."""
 _TYPE = 28
-"""Columns of the longest type to which the lines around are aligned."""
+"""Width of the type column at most; longer types are not aligned."""
 _MARK = "\0"
-"""Stands between a line and the name of its node, where they are printed together."""
+"""Separates a line from the name of its node in intermediate text."""
 
 
 A = TypeVar("A")
@@ -70,14 +70,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TextLine:
-    """One line: the code, and the three columns at its right margin."""
+    """One line: the code, and the three columns of its right margin."""
 
     code: str
     type: str = ""
     delta: str = ""
     source: str = ""
     node: str = ""
-    """The name of the node that it is a line of; empty for what is none's."""
+    """The name of the node that the line belongs to; "" if there is none."""
 
     def padded(self, widths: tuple[int, int, int]) -> str:
         end = f"{_MARK}{self.node}"
@@ -89,7 +89,7 @@ class TextLine:
 
     @property
     def room(self) -> int:
-        """Columns that its code may have."""
+        """Columns that are left for code."""
         return max(min(WIDTH, _WITH_SOURCE - len(self.source)) - len(self.type), _LEAST)
 
 
@@ -110,17 +110,17 @@ class Function:
 
 
 def render(program: ProgramGraph, *, regions: bool = False, units: bool = False) -> str:
-    """The text of `program`: its phases, and before them its units and regions when asked."""
+    """Return the text of `program`: its phases, preceded by its units and its regions if requested."""
     return _without_marks(_rendered_program(program, regions=regions, units=units))
 
 
 def region_text(region: Region) -> str:
-    """The ATen operations of a region, as a function that `parse` reads."""
+    """Return the ATen operations of a region, as a function that `parse` reads."""
     return _without_marks(_rendered([str(_region_function(region))]))
 
 
 def lines_with_nodes(program: ProgramGraph) -> list[tuple[str, str]]:
-    """The lines of `render(program)`, each with the name of its node; empty for what is none's."""
+    """Return the lines of `render(program)`, each with the name of its node, or "" if it has none."""
     split = (line.partition(_MARK) for line in _rendered_program(program).splitlines())
     return [(text, node) for text, _, node in split]
 
@@ -143,7 +143,7 @@ def _rendered(blocks: Iterable[str]) -> str:
 
 
 def _head(program: ProgramGraph) -> Iterator[str]:
-    """The mesh, the stage, and the units with what of them travels together."""
+    """Yield the lines for the mesh, the stage, the units, and their packed messages."""
     layout = program.layout
     yield f"axes = {{{', '.join(f'{quoted(axis.name)}: {quoted(str(axis))}' for axis in layout.axes)}}}"
     yield f"stage = {layout.stage.number}"
@@ -197,7 +197,7 @@ def _function(name: str, arguments: list[TextLine], body: list[TextLine]) -> Fun
 
 
 def inputs_of(program: ProgramGraph, phase: Phase) -> list[fx.Node]:
-    """The values that the function of `phase` unboxes, in order: units first, then what the caller or forward gave."""
+    """Return the values that the function of `phase` unboxes: units first, then inputs or values of the forward."""
     body = program.body(phase)
     used = {source for node in body for source in node.all_input_nodes}
     ends = set(_result_nodes(program, phase))
@@ -225,7 +225,7 @@ def _result_nodes(program: ProgramGraph, phase: Phase) -> Iterator[fx.Node]:
 def _phase_lines(program: ProgramGraph, phase: Phase) -> tuple[list[TextLine], list[TextLine]]:
     bundles: dict[fx.Node, Bundle] = _if_sound(bundles_of, program, {})
     inputs = list(grouped(inputs_of(program, phase), bundles))
-    arguments = [_bundle_argument(one) if isinstance(one, Bundle) else _argument(program, one) for one in inputs]
+    arguments = [_bundle_argument(arg) if isinstance(arg, Bundle) else _argument(program, arg) for arg in inputs]
     body = program.body(phase)
     deaths = _deaths(program, phase, body)
     freed: dict[fx.Node, int] = _if_sound(_freed, program, {})
@@ -239,7 +239,7 @@ def _phase_lines(program: ProgramGraph, phase: Phase) -> tuple[list[TextLine], l
         if node.op == "get_attr":
             lines.append(_graph_line(node, program.modules))
         elif not isinstance(data(node).op, Item):
-            # What nobody can name any more may be freed later: a view shows it, or it is being sent.
+            # Memory may be freed after the last line that names its value: a view keeps it, or it is being sent.
             at_once = 0 if _dead(deaths, end, bundles) else freed.get(end, 0)
             delta = _if_sound(program.memory, node, 0) - at_once
             count = _results_of(program, node)
@@ -250,28 +250,28 @@ def _phase_lines(program: ProgramGraph, phase: Phase) -> tuple[list[TextLine], l
 
 
 def _results_of(program: ProgramGraph, node: fx.Node) -> int | None:
-    """How many results the region gives that `node` calls; None of anything else."""
+    """Return how many results the region that `node` calls has; None if it calls no known region."""
     op = data(node).op
     region = program.regions.get(op.region) if isinstance(op, Call) else None
     return len(region.outputs) if region else None
 
 
 def _dead(deaths: Mapping[fx.Node, list[fx.Node]], node: fx.Node, bundles: Mapping[fx.Node, Bundle]) -> list[str]:
-    """Names of what dies behind `node`; a list of gradients has been emptied by the reduction that it was given to."""
+    """Return the names of values to delete after `node`; lists of gradients are emptied by the line that takes them."""
     dead = grouped(deaths.get(node, ()), bundles)
-    return [one.name for one in dead if not (isinstance(one, Bundle) and one.is_given_whole)]
+    return [value.name for value in dead if not (isinstance(value, Bundle) and value.is_given_whole)]
 
 
-def _if_sound(find: Callable[[A], T], of: A, otherwise: T) -> T:
-    """What `find` finds; `otherwise` in a program so broken that it raises, which is printed to show where."""
+def _if_sound(function: Callable[[A], T], argument: A, default: T) -> T:
+    """Return `function(argument)`, or `default` if it raises: broken programs are printed, too, to show the problem."""
     try:
-        return find(of)
+        return function(argument)
     except (LookupError, ValueError, TypeError, AttributeError, AssertionError):
-        return otherwise
+        return default
 
 
 def _freed(program: ProgramGraph) -> dict[fx.Node, int]:
-    """The bytes that are given back behind each line, or the last of its results."""
+    """Return the bytes that are freed after each line, or after the last item of its results."""
     freed: dict[fx.Node, int] = {}
     for value, line in last_needs(program).items():
         if not isinstance(data(line).op, Results):
@@ -292,9 +292,9 @@ def _argument(program: ProgramGraph, node: fx.Node) -> TextLine:
             return TextLine(f"{node.name},", source=f"full unit {escaped(unit)}")
         case WaitSecondary(unit):
             return TextLine(f"{node.name},", _type_text(meta), source=f"secondary unit {escaped(unit)}")
-        case RuntimeInput() as lent:
+        case RuntimeInput() as op:
             type_ = _type_text(meta) if meta.type else ""
-            return TextLine(f"{node.name},", type_, source=" ".join([lent.label, *map(escaped, astuple(lent))]))  # type: ignore[call-overload]
+            return TextLine(f"{node.name},", type_, source=" ".join([op.label, *map(escaped, astuple(op))]))  # type: ignore[call-overload]
         case Input(held="mesh"):
             return TextLine(f"{node.name},", source="mesh")
         case Input(kind, mutated=mutated) if mutated or kind is not Kind.DATA:
@@ -309,21 +309,21 @@ def _bundle_argument(bundle: Bundle) -> TextLine:
 
 
 def _count_text(bundle: Bundle) -> str:
-    """How many values it is; `=` before it where all ranks of a model-parallel mesh have them."""
+    """Return the number of values in a bundle, with `=` if all ranks of a model-parallel mesh have the same ones."""
     return f"{'=' if data(bundle.members[0]).replicated else ''}{len(bundle.members)} values"
 
 
 def _type_text(meta: Data) -> str:
-    """The type; with `&` before it where the value shares the memory of another one, and what it keeps beside.
+    """Return the type of a value: `&` marks a view, `@` precedes the bytes that the value keeps alive.
 
-    `=` stands before what all ranks of a model-parallel mesh have.
+    `=` marks a value that all ranks of a model-parallel mesh have.
     """
     kept = f"@{meta.storage}" if meta.storage else ""
     return f"{'=' if meta.replicated else ''}{'&' if meta.view else ''}{meta.type}{kept}" if meta.type else "int[]"
 
 
 def _source_text(meta: Data) -> str:
-    """Where a value comes from, one word for each module."""
+    """Return the modules or units that a value comes from, one word each."""
     units = meta.op.units if isinstance(meta.op, Call) else ()
     words = units if " + ".join(units) == meta.source else meta.source.split(" + ")
     return " + ".join(map(escaped, words))
@@ -332,7 +332,7 @@ def _source_text(meta: Data) -> str:
 def _statement(
     node: fx.Node, delta: int, bundles: Mapping[fx.Node, Bundle], count: int | None = None
 ) -> list[TextLine]:
-    """The line of a call; where it gives many values, `count` if known, their names and types over several lines."""
+    """Return the lines of a call; many results, `count` if known, are named over several lines with their types."""
     meta, call = data(node), _call_text(node, bundles)
     items = sorted(items_of(node), key=lambda item: op_of(item, Item).index)
     margin = (_delta_text(delta), _source_text(meta))
@@ -356,14 +356,14 @@ def _statement(
 
 
 def _targets(names: list[str], types: list[str]) -> Iterator[TextLine]:
-    """Names to unpack into, a few on a line, with the types of those that are used."""
+    """Yield lines of a few names to unpack into, with the types of the used ones."""
     left = iter(types)
     for few in _filled(names, 48):
         yield TextLine(f"    {', '.join(few)},", ", ".join(next(left) for name in few if name not in ("_", "*_")))
 
 
 def _filled(parts: list[str], width: int) -> Iterator[list[str]]:
-    """`parts` in groups that fit a line of `width` when joined."""
+    """Yield `parts` in groups that fit in `width` columns when joined."""
     group: list[str] = []
     for part in parts:
         if group and len(", ".join([*group, part])) > width:
@@ -375,14 +375,14 @@ def _filled(parts: list[str], width: int) -> Iterator[list[str]]:
 
 
 def _wrapped(line: TextLine) -> list[TextLine]:
-    """`line` broken at its commas where it is long; the margin stays on its first part."""
+    """Return `line`, broken at its commas if it is too long; the margin stays on the first part."""
     if len(line.code) <= line.room or "'" in line.code or '"' in line.code:
         return [line]
     parts = _bracketed_parts(line.code)
     first = next(_filled(parts, line.room))
     rest = parts[len(first) :]
     begin = f"{', '.join(first)}{',' if rest else ''}"
-    if len(begin) > line.room and "(" in begin:  # nothing that it takes has room beside the function
+    if len(begin) > line.room and "(" in begin:  # no argument fits after the function
         function, _, taken = first[0].partition("(")
         begin, rest = f"{function}(", [taken, *parts[1:]]
     groups = [", ".join(group) for group in _filled(rest, _CONTINUED)]
@@ -394,7 +394,7 @@ def _wrapped(line: TextLine) -> list[TextLine]:
 
 
 def _bracketed_parts(code: str) -> list[str]:
-    """`code` split at the commas inside brackets, where Python lets a line end."""
+    """Return `code` split at the commas inside brackets, where Python allows line breaks."""
     first, *rest = code.split(", ")
     parts = [first]
     depth = int(code.startswith(")"))  # the end of a target over several lines closes what an earlier line opened
@@ -408,7 +408,7 @@ def _bracketed_parts(code: str) -> list[str]:
 
 
 def _item_names(items: list[fx.Node], count: int | None) -> list[str]:
-    """Names to unpack a tuple into; `_` for results that nobody uses. `count`: how many there are, if known."""
+    """Return names to unpack a tuple of `count` results into, `_` for unused ones; `count` is None if unknown."""
     by_index = {op_of(item, Item).index: item.name for item in items}
     names = [by_index.get(index, "_") for index in range(max(max(by_index, default=-1) + 1, count or 0))]
     if count is not None:
@@ -422,7 +422,7 @@ def _delta_text(delta: int) -> str:
 
 
 def _deaths(program: ProgramGraph, phase: Phase, body: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """After which node of the body which values die."""
+    """Map nodes of the body to the values that are deleted after them."""
     alive_at_end = set(_result_nodes(program, phase))
     last: dict[fx.Node, fx.Node] = {}
     for node in body:
@@ -442,7 +442,7 @@ def _deaths(program: ProgramGraph, phase: Phase, body: list[fx.Node]) -> dict[fx
 
 
 def _delete(dead: list[str], freed: int) -> list[TextLine]:
-    """`del` of values that die, a few on a line, and what all of them give back."""
+    """Return lines that `del` values, a few per line, with the bytes that they free together."""
     lines = [TextLine(f"del {', '.join(names)}") for names in _filled(dead, WIDTH)]
     return [replace(line, delta="" if index else _delta_text(-freed)) for index, line in enumerate(lines)]
 
@@ -466,7 +466,7 @@ def _list(values: Iterable[Any]) -> str:
 
 
 def _region_function(region: Region) -> Function:
-    """A region; what is captured as a CUDA graph says which of its arguments stay where they are."""
+    """Return a region as a function; one captured as a CUDA graph lists its placeholders with fixed addresses."""
     function = _function(region.name, *_region_lines(region))
     return (
         function if region.fixed is None else replace(function, decorator=f"cuda_graph(fixed={sorted(region.fixed)})")
@@ -488,7 +488,7 @@ def _region_lines(region: Region) -> tuple[list[TextLine], list[TextLine]]:
 
 
 def _graph_line(node: fx.Node, modules: Mapping[str, fx.GraphModule]) -> TextLine:
-    """A graph that a higher-order operation calls: it is told apart from others, and does not stand in the text."""
+    """Return the line of a graph that a higher-order operation calls: a digest, to tell it from other graphs."""
     module = modules.get(str(node.target))
     digest = hashlib.sha256(graph_text(module).encode(errors="backslashreplace")).hexdigest() if module else ""
     return TextLine(f"{node.name} = graph('{digest[:16]}')", node=node.name)
@@ -508,7 +508,7 @@ def _call_text(node: fx.Node, bundles: Mapping[fx.Node, Bundle]) -> str:
 
 
 def _spread(args: Iterable[Any], bundles: Mapping[fx.Node, Bundle]) -> list[str]:
-    """Arguments, or what a list of them consists of, with `*` where a bundle is."""
+    """Return the texts of arguments, or of elements of a list, with bundles as `*name`."""
     return [
         f"*{arg.name}"
         if isinstance(arg, Bundle)
@@ -520,7 +520,7 @@ def _spread(args: Iterable[Any], bundles: Mapping[fx.Node, Bundle]) -> list[str]
 
 
 def _listed(values: list[Any], bundles: Mapping[fx.Node, Bundle]) -> str:
-    """A list of values; a bundle that is all of it by its name alone."""
+    """Return the text of a list of values: the name of a bundle if it is the whole list."""
     bundle = bundles.get(values[0]) if values and isinstance(values[0], fx.Node) else None
     if bundle and bundle.is_given_whole:
         return bundle.name
@@ -531,11 +531,11 @@ def _keyword(key: str, value: Any) -> str:
     if key != "at":
         return python_text(value)
     arena, start, stop = value
-    return f"{arena}[{start}:{stop}]"  # None, if a pass has forgotten it
+    return f"{arena}[{start}:{stop}]"  # the arena is None if a pass did not set it
 
 
 def function_text(target: Any) -> str:
-    """How a printed program spells the function `target`."""
+    """Return the name of the function `target` in a printed program."""
     if isinstance(target, OpOverload):
         return str(target) if target.namespace == "aten" else f"ops.{target}"
     if isinstance(target, HigherOrderOperator):
@@ -547,7 +547,7 @@ def function_text(target: Any) -> str:
 
 
 def python_text(value: Any) -> str:
-    """A node's argument as Python source."""
+    """Return an argument of a node as Python source."""
     match value:
         case fx.Node() | Bundle():
             return value.name

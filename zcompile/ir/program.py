@@ -1,8 +1,8 @@
 """The program: a step's forward and backward as one FX graph with typed data on every node.
 
 Both phases share one graph: first the placeholders, then every node of the forward, then every node of the backward.
-What the backward uses of the forward is what is saved; so a pass sees the whole step, and facts such as "released
-exactly once" or the volume of communication hold over all of it.
+The values of the forward that the backward reads are the saved values. So a pass sees the whole step, and facts such as
+"released exactly once" or the volume of communication hold over all of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zcompile.ir.program_graph import ProgramGraph
 
 @dataclass(frozen=True, repr=False)
 class Program(ProgramGraph):
-    """A step, or (cut by `phase`) its forward or its backward: what runs, readable, checkable and printable.
+    """A step, or its forward or backward (see `phase`), that can be printed, checked and run.
 
     Programs are values: a pass copies, edits the copy's graph and returns it.
     """
@@ -29,5 +29,5 @@ class Program(ProgramGraph):
         return render(self)
 
     def text(self, *, regions: bool = False) -> str:
-        """The printed program; with `regions`, after its units and the ATen text of its regions, so that it parses."""
+        """Return the printed program; with `regions`, preceded by its units and its regions, so that it parses."""
         return render(self, regions=regions, units=regions)

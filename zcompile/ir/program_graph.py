@@ -1,4 +1,4 @@
-"""What a program is made of: its graph and layout, its regions and results, how they are read and edited."""
+"""The parts of a program: its graph, layout, regions and results, and how they are read and edited."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from zcompile.ir.region import Region
 
 @dataclass(frozen=True, repr=False)
 class ProgramGraph:
-    """All of a program but its text, which is made of this: see `zcompile.ir.program.Program`."""
+    """A program without its text, which is printed from this: see `zcompile.ir.program.Program`."""
 
     graph: fx.Graph
     layout: Layout
@@ -43,13 +43,13 @@ class ProgramGraph:
     unused: frozenset[str] = frozenset()
     """Trainable parameters that the traced code does not use, so that they have no gradient here."""
     notes: tuple[str, ...] = ()
-    """What passes have to say of their choices; `explain()` shows it."""
+    """Notes of passes on their choices, shown by `explain()`."""
     phases: tuple[Phase, ...] = (Phase.FORWARD, Phase.BACKWARD)
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     def nodes(self, *ops: type[Any], phase: Phase | None = None) -> list[fx.Node]:
-        """Nodes in program order, of the given operations (all when none is given) and phase."""
+        """Return the nodes of the given operations and phase, in program order; all if none is given."""
         return [
             node
             for node in self.graph.nodes
@@ -57,11 +57,11 @@ class ProgramGraph:
         ]
 
     def body(self, phase: Phase) -> list[fx.Node]:
-        """What `phase` executes, in order: no placeholders, no results."""
+        """Return the nodes that `phase` executes, in order, without placeholders and results."""
         return [n for n in self.nodes(phase=phase) if not isinstance(data(n).op, (Placeholder, Results))]
 
     def node(self, name: str) -> fx.Node:
-        """The node called `name`."""
+        """Return the node called `name`."""
         result: dict[str, fx.Node] = {node.name: node for node in self.graph.nodes}
         return result[name]
 
@@ -83,17 +83,17 @@ class ProgramGraph:
         return any(region.fixed is not None for region in self.regions.values())
 
     def differentiated(self) -> set[str]:
-        """Parameters with a gradient in this program."""
+        """Return the names of the parameters that have a gradient in this program."""
         return {*self.layout.trainable} - self.unused if self.has_backward else set()
 
     def saved(self) -> list[fx.Node]:
-        """Values of the forward (inputs too) that the backward uses, in program order: full parameters left out."""
+        """Return the values of the forward, inputs included, that the backward reads, except full parameters."""
         return [
             n for n in self._crossing() if not isinstance(data(n).op, (Parameter, Shards, RuntimeInput, WaitGather))
         ]
 
     def kept(self) -> list[fx.Node]:
-        """Full parameters gathered in the forward that the backward uses as they are."""
+        """Return the full parameters gathered in the forward that the backward reads without gathering them again."""
         return [n for n in self._crossing() if isinstance(data(n).op, WaitGather)]
 
     def _crossing(self) -> list[fx.Node]:
@@ -113,7 +113,7 @@ class ProgramGraph:
         ]
 
     def phase(self, phase: Phase) -> Self:
-        """The forward or the backward alone, for printing and lowering."""
+        """Return the forward or the backward alone, for printing and lowering."""
         return replace(self, phases=(phase,))
 
     @property
@@ -124,7 +124,7 @@ class ProgramGraph:
     # -- communication --------------------------------------------------------------------------------------------
 
     def communications(self) -> list[str]:
-        """One line for each collective in issue order: what every rank must agree on, activation shapes left out."""
+        """Return a line per collective, in issue order: what all ranks must agree on, without activation shapes."""
         lines = []
         for phase in self.phases:
             for node in self.nodes(Communication, phase=phase):
@@ -132,19 +132,19 @@ class ProgramGraph:
         return lines
 
     def digest(self) -> str:
-        """SHA-256 of the communications: equal on all ranks, or the program must not run."""
+        """Return the SHA-256 of `communications()`, which must be equal on all ranks before the program runs."""
         return hashlib.sha256("\n".join(self.communications()).encode(errors="backslashreplace")).hexdigest()
 
     def traffic(self, node: fx.Node) -> Traffic | None:
-        """What `node` sends; None for what sends nothing."""
+        """Return what `node` sends; None if it sends nothing."""
         return data(node).op.traffic(node, self.layout)
 
     def volume(self) -> int:
-        """Bytes that this rank sends to others that train on other data in one run of the program."""
+        """Return the bytes that this rank sends to data-parallel ranks in one run of the program."""
         return sum(self.volumes().values())
 
     def volumes(self) -> dict[str, int]:
-        """`volume` by the names of the axes over which gradients are averaged."""
+        """Return the bytes of `volume` by the name of the data-parallel axis."""
         payloads = {axis.name: 0 for axis in self.layout.averaged}
         for node in self.nodes(Communication):
             if data(node).phase in self.phases and (traffic := self.traffic(node)):
@@ -153,13 +153,13 @@ class ProgramGraph:
         return {name: payload * (sizes[name] - 1) // sizes[name] for name, payload in payloads.items()}
 
     def memory(self, node: fx.Node) -> int:
-        """Bytes gained when `node` runs (negative for a release)."""
+        """Return the bytes that `node` allocates when it runs (negative for a release)."""
         return data(node).op.memory(node, self.layout)
 
     # -- editing --------------------------------------------------------------------------------------------------
 
     def copy(self) -> Self:
-        """A program with a graph of its own and the same names."""
+        """Return a program with a copy of the graph, in which nodes have the same names."""
         graph = fx.Graph()
         result = graph.graph_copy(self.graph, {}, return_output_node=True)
         assert isinstance(result, tuple), "a program's graph ends in an output node"
@@ -173,12 +173,12 @@ class ProgramGraph:
             return set_data(self.graph.create_node("placeholder", name, name=name), meta)
 
     def add(self, args: tuple[Any, ...], meta: Data, name: str) -> fx.Node:
-        """Insert a line of the operation of `meta` at the graph's insertion point."""
+        """Insert a line of the operation in `meta` at the graph's insertion point."""
         node = self.graph.create_node("call_function", FUNCTIONS[meta.op.function], args, name=name)
         return self.respell(set_data(node, meta), meta.op)
 
     def respell(self, node: fx.Node, op: Operation, arena: fx.Node | None = None) -> fx.Node:
-        """Let `node` be of `op`, in its data and in its text; `arena`: where its bytes are, if it has any there."""
+        """Change the operation of `node` to `op`, in its data and its call; `arena`: the arena, if `op` uses it."""
         keywords = keywords_of(op)
         if "at" in keywords:
             keywords["at"] = (arena, *keywords["at"])
@@ -187,14 +187,14 @@ class ProgramGraph:
 
 
 def after_items(call: fx.Node) -> fx.Node:
-    """The last of a call's results; `call` itself when it has one. Nothing may come between a call and its results."""
+    """Return the last item of a call, or `call` itself if it has none; nothing may come between them."""
     while isinstance(data(call.next).op, Item):
         call = call.next
     return call
 
 
 def reads_of(shards: fx.Node) -> list[fx.Node]:
-    """The lines that read a unit's parameters: its gathers, until they have arrived, and the calls of regions."""
+    """Return the lines that read a unit's parameters: its gathers, their waits, and calls of regions."""
     reads = [user for user in shards.users if isinstance(op := data(user).op, (Gathering, Call)) and op.gives]
     full = [user for gather in reads for user in gather.users if isinstance(data(user).op, WaitGather)]
     return [*reads, *full, *(user for node in full for user in node.users if isinstance(data(user).op, Call))]
@@ -202,11 +202,11 @@ def reads_of(shards: fx.Node) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class ResultsView:
-    """What a program hands back, read from the argument of its output node.
+    """The results of a program, read from the argument of its output node.
 
-    `outputs`: what the forward returns. `input_gradients`: for each differentiable input that is no parameter, or None.
-    `gradients`: by parameter, until reductions are inserted; of a step of several micro-batches a list for each.
-    `reduced`: waits of reductions, by unit.
+    `outputs`: of the forward. `input_gradients`: a gradient or None for each differentiable input that is no parameter.
+    `gradients`: by parameter, until reductions are inserted; in a step of several micro-batches, a list for each.
+    `reduced`: the waits for reductions, by unit.
     """
 
     mapping: dict[str, Any]
@@ -228,16 +228,16 @@ class ResultsView:
         return tuple(self.mapping["reduced"])
 
     def gradient_lists(self) -> dict[str, list[fx.Node]]:
-        """Of a step of several micro-batches: for each parameter the gradients of each of them."""
+        """Return, for a step of several micro-batches, the list of gradients of each parameter."""
         return {name: list(nodes) for name, nodes in self.mapping["gradients"].items()}
 
     def gradient_nodes(self) -> Iterator[fx.Node]:
-        """The gradients of parameters; of a step of several micro-batches, those of each."""
+        """Yield the gradients of parameters, of all micro-batches if there are several."""
         for value in self.mapping["gradients"].values():
             yield from value if isinstance(value, list) else [value]
 
     def backward_nodes(self) -> Iterator[fx.Node]:
-        """What the backward hands back."""
+        """Yield the results of the backward."""
         for value in (*self.input_gradients, *self.gradient_nodes(), *self.reduced):
             if isinstance(value, fx.Node):
                 yield value
@@ -251,7 +251,7 @@ def set_results(
     gradients: Mapping[str, Any] | None = None,
     reduced: Iterable[Any] = (),
 ) -> fx.Node:
-    """End `graph` with these results, in place of the ones it has."""
+    """Replace the output node of `graph` by one with these results."""
     for old in graph.find_nodes(op="output"):
         graph.erase_node(old)
     node = graph.output(

@@ -18,9 +18,9 @@ from zcompile.torch_internals.pytree import tree_map_only
 class Region:
     """A run of compute between communications: an ATen graph compiled as one.
 
-    `takes` says for each placeholder of `graph` where it comes from: (argument of the call, item of that argument), the
-    item None when the argument itself is taken. Arguments that are units' full parameters come first.
-    Equal regions of a program are one Region, called several times.
+    `takes` gives the source of each placeholder of `graph`: (argument of the call, item of that argument), with item
+    None for the argument itself. Arguments that are full parameters of units come first.
+    Equal regions of a program are a single Region, called several times.
     """
 
     name: str
@@ -31,8 +31,8 @@ class Region:
     fuses: bool = True
     """False if operations run one by one, each writing its result to memory."""
     fixed: frozenset[int] | None = None
-    """Of a region that is captured as a CUDA graph: the numbers of the placeholders that lie at the same place in each
-    step. None of one that is not."""
+    """For a region captured as a CUDA graph, the numbers of the placeholders with the same address in each step; else
+    None."""
 
     @property
     def outputs(self) -> tuple[Any, ...]:
@@ -40,14 +40,14 @@ class Region:
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
     def printed_nodes(self) -> Iterator[fx.Node]:
-        """The values that its text names, in the order of the text: the same in a region that was parsed from it."""
+        """Yield the values named in the region's text, in its order, which parsing preserves."""
         for node in self.graph.nodes:
             if node.op == "placeholder" or (node.op == "call_function" and not is_part(node)):
                 yield node
                 yield from sorted(filter(is_part, node.users), key=lambda item: op_of(item, Item).index)
 
     def key(self) -> str:
-        """Equal for regions that compile to the same code: operations, arguments, types and strides, names left out."""
+        """Return a key that is equal for regions that compile to the same code: all but the names of values."""
         number = {node: index for index, node in enumerate(self.graph.nodes)}
         lines = [str(self.takes)]
         for node in self.graph.nodes:
@@ -58,16 +58,16 @@ class Region:
 
 
 def graph_text(module: fx.GraphModule) -> str:
-    """All that a graph computes which a higher-order operation calls, with the graphs that it calls itself."""
+    """Return the code of a graph that a higher-order operation calls, and of the graphs that it calls in turn."""
     called = ((name, child) for name, child in module.named_children() if isinstance(child, fx.GraphModule))
-    # Of the graph, not of `module.code`, which is what the graph was when it was compiled last.
+    # Not `module.code`, which is stale if the graph was edited after its last `recompile()`.
     code = module.graph.python_code("self").src
     return "\n".join([code, *(f"{name}: {graph_text(child)}" for name, child in called)])
 
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """A value's number, where its name would stand."""
+    """A value's number, printed in place of its name."""
 
     number: int
 

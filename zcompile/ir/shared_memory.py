@@ -1,4 +1,4 @@
-"""Shared memory: which values show the memory of which, read off the operations, not off what passes say of them."""
+"""Aliasing: which values share memory, derived from the operations, independently of the data that passes set."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from zcompile.torch_internals.operators import OpOverload
 _MAY_SHOW = frozenset(
     {"_unsafe_view", "reshape", "contiguous", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}
 )
-"""Operations that tracing takes for functions, whose results may show the memory of their argument."""
+"""Operations that tracing treats as functional, although their results may alias their argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What holds a value: the line that made it, and of several results the number of the first that shows it."""
+    """The memory of a value: the line that allocated it, and the number of the first of its results that is in it."""
 
     line: fx.Node
     number: int = 0
 
 
 def root_of(value: fx.Node) -> fx.Node:
-    """The operation or placeholder of a graph of ATen's whose memory `value` shows."""
+    """Return the operation or placeholder of an ATen graph whose memory `value` uses."""
     while value.op == "call_function" and _shows_first_argument(value) and (given := value.all_input_nodes):
         value = given[0]
     return value
 
 
 def memory_of_values(program: ProgramGraph) -> dict[fx.Node, Memory]:
-    """The memory that each value of a program shows."""
+    """Return the memory that each value of a program uses."""
     shown = {name: _results(region) for name, region in program.regions.items()}
     result: dict[fx.Node, Memory] = {}
     for node in program.graph.nodes:
@@ -54,9 +54,9 @@ def memory_of_values(program: ProgramGraph) -> dict[fx.Node, Memory]:
 
 
 def shared_results(program: ProgramGraph) -> list[tuple[bool, int] | None]:
-    """For each result and gradient of an input what it shares its memory with: an input by number, an earlier result.
+    """Return what each output and gradient of an input shares memory with: (True, number of an input).
 
-    None for one that has memory of its own.
+    (False, number of an earlier result) if that comes first; None for a result with memory of its own.
     """
     results = [*program.results.outputs, *program.results.input_gradients]
     if not any(isinstance(value, fx.Node) for value in results):
@@ -77,7 +77,7 @@ def shared_results(program: ProgramGraph) -> list[tuple[bool, int] | None]:
 
 
 _Shown = Mapping[int, tuple[int, int | None]]
-"""For each result of a region that is a value the first result of the same memory, and the argument that it shows."""
+"""For each result of a region that is a value, the first result in the same memory, and the argument that owns it."""
 
 
 def _results(region: Region) -> _Shown:
@@ -100,7 +100,7 @@ def _of_result(call: fx.Node, number: int, shown: _Shown, known: Mapping[fx.Node
 
 
 def _shows_first_argument(node: fx.Node) -> bool:
-    """True for a view, for what may be one, and for one of several views."""
+    """Return True for an operation that returns, or may return, a view or several views, and for items of these."""
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and source.op == "call_function" and _shows_first_argument(source)

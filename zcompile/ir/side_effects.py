@@ -1,4 +1,4 @@
-"""Effects: what an operation of a traced graph does beside giving its result."""
+"""Side effects of the operations of a traced graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zcompile.torch_internals.operators import HigherOrderOperator, OpOverload, 
 
 
 def is_pure(node: fx.Node) -> bool:
-    """True for an operation that may run twice: its numbers are the same again, or can be made so."""
+    """Return True for an operation that may be recomputed: it gives the same numbers, if need be by replaying draws."""
     target = node.target
     if not isinstance(target, OpOverload) or is_collective(node) or is_wait(node):
         return False
@@ -20,23 +20,23 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """True for communication of the model's own code, as DTensors have it."""
+    """Return True for a collective of the model's own code, such as DTensor's."""
     return isinstance(node.target, OpOverload) and node.target.namespace in _COMMUNICATING and not is_wait(node)
 
 
 _COMMUNICATING = ("_c10d_functional", "_dtensor")
-"""The second has `shard_dim_alltoall`, by which DTensors on GPUs change the dimension that they are divided on."""
+"""The second has `shard_dim_alltoall`, with which DTensors on GPUs change the dimension that they are sharded on."""
 
 
 def is_wait(node: fx.Node) -> bool:
-    """True for the wait for such communication."""
+    """Return True for the wait for such a collective."""
     return node.target is torch.ops._c10d_functional.wait_tensor.default
 
 
 def is_opaque(target: object) -> bool:
-    """True for an operation of which its schema does not say all that it does: a library's own, one of higher order.
+    """Return True for an operation whose schema may not declare all its effects: custom or higher-order.
 
-    ATen's batch normalization writes running statistics that it does not declare.
+    ATen's batch normalization writes running statistics that its schema does not declare.
     """
     if not isinstance(target, OpOverload):
         return isinstance(target, HigherOrderOperator)
@@ -47,12 +47,12 @@ _UNDECLARED = frozenset({"batch_norm", "native_batch_norm", "cudnn_batch_norm", 
 
 
 def is_random(node: fx.Node) -> bool:
-    """True for what draws random numbers; attention does so for its dropout only."""
+    """Return True for an operation that draws random numbers; attention does so only with dropout."""
     return draws(node.target, node.args, node.kwargs)
 
 
 def draws(target: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if an operation draws random numbers when it is given these arguments."""
+    """Return True if an operation draws random numbers with these arguments."""
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     defaults = defaults_of(target)

@@ -1,4 +1,4 @@
-"""How names of a model are spelled in a printed program, which is Python and runs: whatever is in them."""
+"""How arbitrary names of a model are spelled in a printed program, which is executable Python."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from zcompile.ir.ops import NAMES
 
 _RESERVED = NAMES | {"forward", "backward", "operator", "math", "float"}
 _REGION = re.compile(r"region(_\d+)?")
-"""What regions are called; of two values called `region`, FX would call one `region_1`."""
+"""Names of regions; FX would rename the second of two values called `region` to `region_1`."""
 _ESCAPE = re.compile(r"\\u\{([0-9a-f]+)\}")
 
 
 def identifier(name: str) -> str:
-    """`name` as a Python identifier that is free for a value: `blocks.0` becomes `blocks_0`.
+    """Return `name` as a Python identifier that is valid for a value: `blocks.0` becomes `blocks_0`.
 
-    ASCII in lower case, without two underscores in front: FX respells the rest when it copies.
+    It is lowercase ASCII without two leading underscores: FX renames other values when it copies a graph.
     """
     text = "".join(char if char.isascii() and char.isalnum() else "_" for char in name).lower()
     return free(f"u{text}" if not text.strip("_") or text[0].isdigit() or text.startswith("__") else text)
 
 
 def common_module(paths: Iterable[str]) -> str:
-    """The module, with a dot, in which `paths` are, so that values need not be called by it; empty for none.
+    """Return the common parent module of `paths`, with a dot, which names of values leave out; "" if there is none.
 
-    A model's own children, such as a head, may stand beside it. What is left of each path begins with a word, not with
-    the number of a block, and is no other's name.
+    Paths without a dot, such as a head, need not be in it. The rest of each path begins with a word, not with a block's
+    number, and is unique.
     """
     known = list(paths)
     parts = [path.split(".") for path in known if "." in path]
@@ -41,17 +41,17 @@ def common_module(paths: Iterable[str]) -> str:
 
 
 def free(name: str) -> str:
-    """`name`, or another one where it has a meaning in a printed program."""
+    """Return `name`, with an underscore appended if it is reserved in a printed program."""
     return f"{name}_" if name in _RESERVED or _REGION.fullmatch(name) else name
 
 
 def escaped(name: str) -> str:
-    r"""`name` as a word of a comment: what would end it, or be read as something else, as `\u{20}`."""
+    r"""Return `name` as one word of a comment: characters that would end or alter it are escaped, as `\u{20}`."""
     return "".join(char if _is_plain(char) else f"\\u{{{ord(char):x}}}" for char in name)
 
 
 def quoted(name: str) -> str:
-    """`name` as a string of Python, in ASCII. JSON would write characters beyond 16 bits as two."""
+    """Return `name` as an ASCII Python string literal. JSON would write characters beyond 16 bits as two."""
     text = name.encode("unicode_escape").decode().replace('"', '\\"')
     return f'"{text}"'
 
@@ -62,7 +62,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def unescaped(text: str) -> str:
-    """What `escaped` was given."""
+    """Invert `escaped`."""
     return _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
 
 

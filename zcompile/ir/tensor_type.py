@@ -1,4 +1,4 @@
-"""What a program knows of a value: dtype, shape and bytes, printed as `f32[8, 256]`."""
+"""The type of a value in a program: dtype and shape, printed as `f32[8, 256]`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TYPE = re.compile(r"(\w+)\[([^\]]*)\]")
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension: its size, and its symbol when the size varies (printed `s0=8`)."""
+    """One dimension: its size, and its symbol if the size is dynamic (printed as `s0=8`)."""
 
     size: int
     symbol: str = ""
@@ -52,7 +52,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class TensorType:
-    """Dtype and dimensions of a tensor; a varying dimension carries the size that was traced."""
+    """Dtype and dimensions of a tensor; a dynamic dimension has the size that was traced."""
 
     dtype: torch.dtype
     dims: tuple[Dim, ...]
@@ -70,7 +70,7 @@ class TensorType:
 
     @classmethod
     def parse(cls, text: str) -> TensorType:
-        """The one type in `text`, such as `f32[8, 256]`."""
+        """Parse the only type in `text`, such as `f32[8, 256]`."""
         (found,) = cls.parse_all(text)
         return found
 
@@ -81,7 +81,7 @@ class TensorType:
 
     @classmethod
     def of(cls, value: Any) -> TensorType | None:
-        """The type of a real or fake tensor; None for what is not a tensor."""
+        """Return the type of a real or fake tensor; None for any other value."""
         if not isinstance(value, torch.Tensor):
             return None
         return cls(value.dtype, tuple(_dim(size) for size in value.shape))
@@ -92,15 +92,15 @@ class TensorType:
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """The short name of a dtype: `bf16`."""
+    """Return the short name of a dtype, such as `bf16`."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """The dtype that `dtype_text` calls so.
+    """Return the dtype with a name that `dtype_text` gives.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no dtype has that name.
     """
     result = _LONG.get(text) or vars(torch).get(text)
     if not isinstance(result, torch.dtype):
@@ -115,7 +115,7 @@ def _dim(size: int | torch.SymInt) -> Dim:
 
 
 def human_bytes(count: float) -> str:
-    """`count` bytes for reading: `512 B`, `1.5 MiB`."""
+    """Format `count` bytes: `512 B`, `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.4g} {unit}"
