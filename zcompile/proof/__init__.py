@@ -1,1 +1,1 @@
-"""Proofs: that what is computed is what was traced, by terms, and that ranks' communications fit together."""
+"""Proofs that a program computes the traced step, by terms, and that the communications of ranks fit together."""

@@ -1,12 +1,12 @@
-"""The checker: says from the texts of a dump alone whether the program that runs computes the step that was traced.
+"""The checker: decides from the texts of a dump alone whether the program that runs computes the traced step.
 
-It shares no code with what made them: each text is read by Python's `ast`, and every value gets a term that says what
-computes it and of what. Inputs, whole parameters and numbered random draws are leaves; regions are computed where they
-are called; equal terms are one number. So gathering, moving, saving, copying and computing again leave a value's term
-as it is, and a program is proven if all that it returns, averages and writes has the terms that the traced step gives.
-Beside its term a value has its memory: nothing is read that is released, or that a reduction works on in place.
+It shares no code with the compiler: each text is parsed by Python's `ast`, and every value gets a term, the operation
+that computes it and the terms of its arguments. Inputs, whole parameters and numbered random draws are leaves; regions
+are inlined; equal terms have the same number. So gathering, moving, saving, copying and recomputing do not change a
+value's term, and a program is proven if all that it returns, averages and writes has the terms of the traced step.
+Each value also has its memory: no line may read memory that was released, or that a reduction overwrites in place.
 
-docs/proof.md says what is trusted.
+docs/proof.md lists what is trusted.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from zcompile.proof.checker_values import Averages, Storage, TermTable, TermValu
 
 
 class BeingSent(NamedTuple):
-    """What is being sent, by the line there."""
+    """A value that is being sent, and the line that sends it."""
 
     value: TermValue
     place: Place
 
 
 class Proof(NamedTuple):
-    """Of how much it is one; `modulo`: the names of the rules that it needed."""
+    """The size of a proof: lines read, terms, gradients of parameters; `modulo`: the names of the rules it needed."""
 
     lines: int
     terms: int
@@ -52,7 +52,7 @@ class Proof(NamedTuple):
 
 
 class NamedMessage(NamedTuple):
-    """A message of a pipeline: to or from which place along its axis, what it names, how that lies in memory."""
+    """A message of a pipeline: the peer's coordinate along the axis, the name of the value, and its strides."""
 
     peer: int
     name: str
@@ -61,7 +61,7 @@ class NamedMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedParam:
-    """A parameter that several stages read: the value that is lent, by whom to whom, and whose sum its gradient is."""
+    """A parameter that several stages read: its value, home stage, other readers, and summands of its gradient."""
 
     param: str
     value: str
@@ -72,45 +72,45 @@ class SharedParam:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What of a step that was traced of one micro-batch is a rank's. Pairs are numbers there, and a micro-batch."""
+    """A rank's part of a step that was traced with one micro-batch."""
 
     microbatches: int
     units: tuple[str, ...]
-    bound: tuple[str, ...]  # the arguments that are given by name, in order: `unit blocks.0`, `group pp`, `constant c`
-    inputs: tuple[tuple[str, int, int | None], ...]  # of each argument its kind, number and micro-batch
-    held: frozenset[int]  # the inputs that are the same in all micro-batches
-    results: tuple[tuple[int, int], ...]
-    draws: tuple[tuple[int, int], ...]  # a micro-batch, and the number of the draw
-    written: tuple[tuple[int, int], ...]  # the number of each result that a buffer gets, and of that input
-    writes: tuple[tuple[int, int], ...]
+    bound: tuple[str, ...]  # arguments that are identified by name, in order: `unit blocks.0`, `group pp`, `constant c`
+    inputs: tuple[tuple[str, int, int | None], ...]  # kind, number and micro-batch of each other argument
+    held: frozenset[int]  # inputs that all micro-batches share
+    results: tuple[tuple[int, int], ...]  # number in the traced step, micro-batch
+    draws: tuple[tuple[int, int], ...]  # micro-batch, number of the draw in the traced step
+    written: tuple[tuple[int, int], ...]  # number of a result that is the new value of a buffer, number of that input
+    writes: tuple[tuple[int, int], ...]  # number of such a result, micro-batch
     shared: tuple[SharedParam, ...]
     sent: tuple[NamedMessage, ...]
     received: tuple[NamedMessage, ...]
 
 
 def prove(texts: Mapping[str, str], rules: Sequence[Mapping[str, str]] = ()) -> Proof:
-    """That the program of these files computes the step that was traced.
+    """Prove that a program computes the traced step.
 
     Args:
-        texts: The files of a program by name: CAPTURE, FORWARD, BACKWARD if there is one, and `regions/region_0.py`.
-        rules: By which passes change values: a name, a pattern such as `cast(x, torch.bfloat16)`, a replacement.
+        texts: The files of the program by name: CAPTURE, FORWARD, BACKWARD if there is one, and `regions/region_0.py`.
+        rules: How passes change values: a name, a pattern such as `cast(x, torch.bfloat16)`, and a replacement.
 
     Raises:
-        ProofError: it computes something else, or what is not known here; with the line.
+        ProofError: the program computes something else, or uses something unknown; names the line.
     """
     return _followed(_compare_program, texts, rules)
 
 
 def prove_step(texts: Mapping[str, str], part: RankPart, rules: Sequence[Mapping[str, str]] = ()) -> Proof:
-    """That the step of these files computes a rank's part of the step that was traced, if it receives what is named.
+    """Prove that a step computes a rank's part of the traced step, provided it receives the values that messages name.
 
     Args:
-        texts: The files of a program by name: CAPTURE, STEP, and `regions/region_0.py` and so on.
-        part: What of the traced step is this rank's.
+        texts: The files of the program by name: CAPTURE, STEP, and `regions/region_0.py` and so on.
+        part: The rank's part of the traced step.
         rules: As for `prove`.
 
     Raises:
-        ProofError: it computes something else, or what is not known here; with the line.
+        ProofError: the step computes something else, or uses something unknown; names the line.
     """
     return _followed(partial(_compare_step, part), texts, rules)
 
@@ -120,7 +120,7 @@ def _followed(
     texts: Mapping[str, str],
     rules: Sequence[Mapping[str, str]],
 ) -> Proof:
-    """The proof, once `compare` has found no difference, and counted gradients; an error for what it cannot follow."""
+    """Run `compare`, which returns the number of gradients, and return the proof; refuse texts that break it."""
     files = {name: Text(name, text) for name, text in texts.items()}
     terms = TermTable(rules)
     try:
@@ -158,10 +158,10 @@ def _compare_step(part: RankPart, files: Mapping[str, Text], terms: TermTable) -
 
 
 class ComparedStep(Evaluation):
-    """The step of a program, which is compared with the traced one."""
+    """The step of a program, to be compared with the traced step."""
 
     def whole(self, forward: Text, backward: Text | None) -> dict[str, Found]:
-        """All that a step gives and does but for the gradients of parameters of the traced one, each by what it is."""
+        """Evaluate a step; return its results and effects by name, without the traced step's parameter gradients."""
         results, left = self.step(forward, "forward")
         found = {f"result {i}": (self._term(one), self.terms.here) for i, one in enumerate(results)}
         results, rest = self.step(backward, "backward", left) if backward else ([], [])
@@ -179,7 +179,7 @@ class ComparedStep(Evaluation):
         return found | {f"the gradient of {name}": one for name, one in self.delivered.items()}
 
     def compare(self, wanted: Mapping[str, Found], found: Mapping[str, Found], known: int) -> None:
-        """Raise ProofError where a program gives or does something else than is wanted, or what is not known.
+        """Raise ProofError if results or effects differ from those wanted, or an operation was not traced.
 
         `known`: the number of terms of the traced step.
         """
@@ -199,12 +199,12 @@ class TracedStep(ComparedStep):
     runs = False
 
     def check_claims(self, capture: Text) -> None:
-        """Raise ProofError where units say of a parameter that has a gradient that it is unused."""
+        """Raise ProofError if a parameter that has a gradient is marked as unused."""
         if claimed := [name for name in self.gradients if "unused" in self.params[name].flags]:
             raise ProofError(capture.name, f"says that {claimed[0]} is unused, and has a gradient of it", FIX)
 
     def averages(self, how: str) -> dict[str, tuple[int, Place]]:
-        """What the optimizer must get, by the gradients that the traced step gives."""
+        """Return what the optimizer must receive, computed from the gradients of the traced step."""
         pairs = [(self.params[name], grad) for name, grad in self.gradients.items()]
         means = [self.average(one, grad, how, one.reduced) for one, grad in pairs]
         if how == "scatter":
@@ -220,7 +220,7 @@ ADDED = "aten.add.Tensor"
 
 
 class Microbatch(TracedStep):
-    """The traced step of one micro-batch; `buffers`: the terms that those before it have left in buffers, by input."""
+    """The traced step of one micro-batch; `buffers`: the terms that earlier micro-batches left in buffers, by input."""
 
     def __init__(
         self, terms: TermTable, files: Mapping[str, Text], part: RankPart, number: int, buffers: Mapping[int, int]
@@ -241,7 +241,7 @@ class Microbatch(TracedStep):
         return self.terms.make(f"draw {number} of micro-batch {self.number}")
 
     def _crossed(self, value: Any, words: str) -> Any:
-        return value  # what is written to buffers are results
+        return value  # new values of buffers are results
 
     def run(self, text: Text, name: str, scope: dict[str, Any], above: Any = ()) -> Any:
         self.named |= scope
@@ -257,7 +257,7 @@ class Microbatch(TracedStep):
 
 
 class RankStep(ComparedStep):
-    """The step of a rank, which has a part of the traced one."""
+    """The step of a rank, which computes a part of the traced step."""
 
     def __init__(
         self, terms: TermTable, files: Mapping[str, Text], part: RankPart, batches: Sequence[Microbatch]
@@ -269,10 +269,10 @@ class RankStep(ComparedStep):
         self.sent, self.named, self.pending = dict[str, Found](), dict[str, Found](), list[BeingSent]()
         self.given, self.taken_messages = list[NamedMessage](), list[NamedMessage]()
 
-    # -- what is wanted
+    # -- expected
 
     def wanted(self) -> dict[str, Found]:
-        """All that the rank gives and does but for what it sends, each by what it is."""
+        """Return the expected results and effects of the rank by name, except sends."""
         part, found = self.part, dict[str, Found]()
         for result, number in part.results:
             found[f"result {result} of micro-batch {number}"] = self._traced(number, result), ()
@@ -292,7 +292,7 @@ class RankStep(ComparedStep):
         return self._term(self.batches[number].results[result])
 
     def _average(self, param: ParamText) -> int:
-        """What the optimizer must get of a parameter: sums over micro-batches in order, of averages or averaged."""
+        """Return the gradient that the optimizer must receive: summed over micro-batches in order, and averaged."""
         shared = next((one for one in self.part.shared if one.param == param.name), None)
         if shared is None:
             each = [batch.dense(batch.gradients[param.name]) for batch in self.batches]
@@ -308,14 +308,14 @@ class RankStep(ComparedStep):
         return self.across(self.outside, param, mean, param.reduced, param.across)
 
     def _sum(self, each: Sequence[int], dtype: str = "") -> int:
-        """The sum of terms in their order, cast to a dtype with the first two."""
+        """Return the sum of terms in order; `dtype`: the first addition casts to it."""
         total = each[0]
         for number, one in enumerate(each[1:]):
             total = self.terms.make(f"sum {'' if number else dtype}".rstrip(), total, one)
         return total
 
     def _parts(self, shared: SharedParam, stage: int) -> list[int]:
-        """What a stage computes of the gradient of a parameter that several read, for each micro-batch."""
+        """Return a stage's part of the gradient of a shared parameter, for each micro-batch."""
         totals = []
         for batch in self.batches:
             first, *others = (batch.named[name].term for name in shared.parts[stage])
@@ -325,7 +325,7 @@ class RankStep(ComparedStep):
         return totals
 
     def _once(self, shared: SharedParam) -> Iterator[tuple[str, tuple[int, str]]]:
-        """What is sent once a step of a parameter that several stages read, by its message: its value, and sums."""
+        """Yield the messages sent once per step for a shared parameter: its value, and sums of its gradients."""
         batch = self.batches[0]
         self.terms.here = batch.ends[-1]
         self._check_parts(shared)
@@ -341,7 +341,7 @@ class RankStep(ComparedStep):
                 yield f"{_message_of(shared, reader)}_grad", (total, f"{wider or dtype}[{dims}")
 
     def _check_parts(self, shared: SharedParam) -> None:
-        """Refuse parts of a gradient that are not all that it is the sum of, each once."""
+        """Refuse parts of a gradient that are not exactly its summands."""
         batch = self.batches[0]
         parts = [batch.named[name].term for names in shared.parts.values() for name in names]
         gradient = batch.gradients.get(shared.param)
@@ -356,17 +356,17 @@ class RankStep(ComparedStep):
             self.refuse(f"has another gradient of {shared.param} than the sum of what stages are said to compute")
 
     def _message(self, name: str) -> tuple[int, str] | None:
-        """The term and the type of what a message names, if that is known."""
+        """Return the term and the type of the value that a message names, or None if it is unknown."""
         number, _, value = name.removeprefix("m").partition("_")
         if name in self.once or not (number.isdecimal() and int(number) < len(self.batches)):
             return self.once.get(name)
         found = self.batches[int(number)].named.get(value)
         return (found.term, self.batches[0].types[value]) if isinstance(found, TermValue) else None
 
-    # -- what is found
+    # -- found
 
     def found(self, text: Text) -> dict[str, Found]:
-        """All that the step gives and does but for what it sends."""
+        """Evaluate the step; return its results and effects by name, except sends."""
         part = self.part
         results, rest = self.step(text, "step")
         if self.taken["input"] != len(part.inputs):
@@ -384,7 +384,7 @@ class RankStep(ComparedStep):
         return found | {f"the gradient of {name}": one for name, one in self.delivered.items()}
 
     def check_effects(self, known: int) -> None:
-        """Refuse messages that are not this rank's, and what regions do that was not traced."""
+        """Refuse messages that are not this rank's, and collectives and writes in regions that were not traced."""
         for kind, given, wanted in (
             ("send", self.given, self.part.sent),
             ("recv", self.taken_messages, self.part.received),
@@ -466,7 +466,7 @@ class RankStep(ComparedStep):
         return self._averages(shards, terms)
 
     def _summands(self, shards: UnitPart, given: Any, *, own: bool) -> dict[str, int]:
-        """Gradients, averages or sums of a unit, by parameter; `own`: the sum takes their memory."""
+        """Return gradients, averages or sums of a unit, by parameter; `own`: the sum reuses their memory."""
         if own or isinstance(given, Averages):
             return {param.name: self.dense(grad) for param, grad in self._taken(shards, given)}
         pairs = zip(shards.params, given, strict=True)
@@ -495,5 +495,5 @@ def _input_head(kind: str, number: int, microbatch: int | None) -> str:
 
 
 def _message_of(shared: SharedParam, reader: int) -> str:
-    """What the message is called by which a stage is lent a parameter."""
+    """Return the name of the message that lends a parameter to a stage."""
     return f"stage{reader}_{shared.value}"

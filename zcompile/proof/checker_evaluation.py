@@ -1,6 +1,6 @@
-"""The evaluation of a step, line by line: what values are, what is known of their memory, and of units.
+"""Evaluates a step line by line, tracking the terms of values, their memory, and the state of units.
 
-Regions are computed where they are called. A line that reads what is gone, or that nobody knows, is refused.
+Calls of regions are inlined. A line that reads freed memory, or that is unknown, is refused.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from zcompile.proof.checker_texts import CAPTURE, FIX, Margin, ParamText, Place,
 from zcompile.proof.checker_values import Averages, SecondaryPart, Storage, TermTable, TermValue, UnitPart, WholeUnit
 
 Found = tuple[int, Place]
-"""A term, and where it is made."""
+"""A term, and the line that computes it."""
 SAME = ("aten.alias.default", "aten.clone.default", "aten.detach.default")
 WHOLE = ("all_reduce", "all_gather_into_tensor", "broadcast")
-"""Collectives whose result all ranks of their group have."""
+"""Collectives that return the same result on all ranks of their group."""
 FUNCTIONS = ("aten", "ops", "operator", "math", "torch", "float", "unbox")
 BOUND = ("unit", "parameter", "constant", "arena", "stack", "away", "group")
-"""What a program is given by name; the rest by its place."""
+"""Arguments that are identified by name; the others by position."""
 _VIEWS = (
     "_conj _grad_sum_to_size _indices _neg_view _reshape_alias _unsafe_view _values adjoint alias align_to as_strided"
     " broadcast_to ccol_indices chunk coalesce col_indices conj contiguous crow_indices detach diagonal dsplit expand"
@@ -34,7 +34,7 @@ _VIEWS = (
     " view_as_complex view_as_real vsplit wait_tensor"
 )
 VIEWS = frozenset(_VIEWS.split())
-"""Operations of which a result shows the memory of the first argument, or may."""
+"""Operations whose result is, or may be, a view of their first argument."""
 _RANDOM = (
     "_fused_dropout _sample_dirichlet _standard_gamma alpha_dropout bernoulli binomial cauchy dropout exponential"
     " feature_alpha_dropout feature_dropout geometric gru log_normal lstm multinomial native_dropout normal"
@@ -42,22 +42,22 @@ _RANDOM = (
     " rrelu rrelu_with_noise rrelu_with_noise_functional uniform"
 )
 RANDOM = frozenset(_RANDOM.split())
-"""Operations that draw random numbers, also with `_` behind them. Attention does where what it drops is not 0."""
+"""Operations that draw random numbers, also with a trailing `_`. Attention does so if its dropout is not 0."""
 _PURE = frozenset(
     {"abs", "add", "and_", "eq", "floordiv", "ge", "getitem", "gt", "index", "inv", "invert", "is_", "is_not", "le"}
     | {"lshift", "lt", "matmul", "mod", "mul", "ne", "neg", "not_", "or_", "pos", "pow", "rshift", "sub", "truediv"}
     | {"truth", "xor"}
 )
-"""What of the module `operator` computes with values, and writes to none."""
+"""Pure functions of the module `operator`."""
 RUNTIME = frozenset({"all_gather", "gather_ahead", "reduce_scatter", "all_reduce", "accumulate", "update", "wait"})
 RUNTIME |= {"release", "copy", "store", "offload", "fetch"}
 DTYPES = {f"torch.float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {"torch.bfloat16": "bf16", "torch.int8": "i8"}
 
 
 def is_function_of_values(name: str) -> bool:
-    """True for the dotted name of a function that may be called in a program: an operation, or one of sizes.
+    """Return True for the dotted name of an operation, or of a function of sizes, that a program may call.
 
-    Which operations there are, the captured step says.
+    Whether an operation exists is not checked here: the captured step has those that are known.
     """
     match name.split("."):
         case ["aten", _, _] | ["ops", "higher_order", _] | ["ops", _, _, _]:
@@ -78,7 +78,7 @@ def packet_of(head: str) -> str:
 
 
 class Moved(NamedTuple):
-    """What stands for a value that was moved away."""
+    """An offloaded value, and the storage that it is in."""
 
     value: TermValue
     to: Lease
@@ -86,24 +86,24 @@ class Moved(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """What a program is lent: an arena of so many bytes, or a place for activations."""
+    """An input that the runtime provides: an arena of `size` bytes, a stack, a storage for activations, or a group."""
 
     kind: str
     size: int
 
 
 class Begun(list[Any]):
-    """What is under way: its result, until it is waited for."""
+    """Asynchronous work: its result, until it is waited for."""
 
 
 class Evaluation:
-    """The values of a step: of the traced one, or of the program that runs, which has regions."""
+    """Evaluates the traced step, or the program that runs, which has regions."""
 
     runs = True
 
     def __init__(self, terms: TermTable, files: Mapping[str, Text], same: set[int] | None = None) -> None:
         self.terms, self.same, self.group = terms, same or set(), -1
-        """Terms of what all ranks of the one group of tensor parallelism are known to have."""
+        """`same`: terms that are known to be equal on all ranks of the tensor-parallel group."""
         regions = {name[8:-3]: text for name, text in files.items() if name.startswith("regions/")}
         self.regions = regions if self.runs else {}
         capture = files[CAPTURE]
@@ -118,7 +118,7 @@ class Evaluation:
         self.along = next((name for name, axis in said["axes"].items() if axis.startswith("pipeline")), "")
         self.outside = [f"group {n}" for n, axis in reversed(said["axes"].items()) if axis.startswith("replicate")]
         self.hybrid, self.stage = said.get("hybrid", ""), said.get("stage", 3)
-        """How both axes divide what ranks keep; empty where one repeats it."""
+        """How two axes divide shards; "" if one axis replicates them."""
         self.effects: dict[str, list[tuple[int, Place]]] = defaultdict(list)
         self.delivered: dict[str, tuple[int, Place]] = {}
         self.gathers, self.ahead, self.scope, self.gradients = (dict[str, Any]() for _ in range(4))
@@ -134,11 +134,11 @@ class Evaluation:
         return TermValue(term, memory, memory.written)
 
     def _moved(self, value: Any) -> TermValue:
-        """A copy of a value."""
+        """Return a copy of a value."""
         return TermValue(self._term(value), Storage("", self.phase), -1, (*value.via, self.terms.here))
 
     def _alive(self, value: Any) -> Any:
-        """A value as it is read now."""
+        """Return a value as read now: refuse freed memory, and account for writes since the value was computed."""
         if type(value) is list:
             return [self._alive(one) for one in value]
         if isinstance(value, (TermValue, WholeUnit, Moved, Averages)) and value.memory.gone:
@@ -157,7 +157,7 @@ class Evaluation:
     # -- lines --------------------------------------------------------------------------------------------------------
 
     def step(self, text: Text, phase: str, crossing: Sequence[Any] = ()) -> Any:
-        """What a phase returns, given what the forward has left for it and what the caller gives."""
+        """Evaluate a phase and return its results; `crossing`: values of the forward for the backward."""
         self.phase, arguments, scope = phase, text.arguments(phase), dict[str, Any]()
         self.terms.here = ((text, text.functions[phase].lineno),)
         bound = ([margin.words.split(" ")[0] in BOUND for _, margin in arguments] + [False]).index(False)
@@ -190,11 +190,11 @@ class Evaluation:
         return Lease(margin.words, int(margin.types[0][2]) if kind == "arena" else 0)
 
     def _input(self, kind: str, number: int) -> int:
-        """The term of what the caller gives."""
+        """Return the term of an input."""
         return self.terms.make(f"{kind} {number}")
 
     def _draw(self, number: int) -> int:
-        """The term of the numbers that are drawn there."""
+        """Return the term of a random draw."""
         return self.terms.make(f"draw {number}")
 
     def _given(self, term: int, owner: str, margin: Margin) -> TermValue:
@@ -203,7 +203,7 @@ class Evaluation:
         return TermValue(term, Storage(owner), -1)
 
     def _crossed(self, value: Any, words: str) -> Any:
-        """What the forward has left, as the backward finds it: not what was written to meanwhile."""
+        """Return a value of the forward as the backward reads it; an input that the forward wrote to has changed."""
         if type(value) is list:
             return [self._crossed(one, "") for one in value]
         if not isinstance(value, (TermValue, WholeUnit, SecondaryPart, Moved)):
@@ -218,7 +218,7 @@ class Evaluation:
         return value
 
     def run(self, text: Text, name: str, scope: dict[str, Any], above: Place = ()) -> Any:
-        """What a function returns."""
+        """Evaluate a function and return its results."""
         outer, self.scope = self.scope, scope
         for statement in text.functions[name].body[1:]:
             called = getattr(statement, "value", None) or statement
@@ -240,7 +240,7 @@ class Evaluation:
         return self.refuse(f"{name} returns nothing")
 
     def _bind(self, text: Text, target: ast.expr, value: Any) -> None:
-        """Give the results of a call their names, and mark what the traced step says that all ranks have."""
+        """Bind the results of a call to names, and collect values that the traced step marks as equal on all ranks."""
         names = target.elts if isinstance(target, ast.Tuple) else [target]
         count = len(names) - isinstance(names[-1], ast.Starred)
         if not isinstance(target, ast.Tuple):
@@ -263,7 +263,7 @@ class Evaluation:
                     self.same.add(result.term)
 
     def _is_replicated(self, term: int) -> bool:
-        """True if a value follows on all ranks of the group from what they have alike, or is made by all of them."""
+        """Return True if a value is computed from values that are equal on all ranks, or by a collective of all."""
         head, args = self.terms.heads[term], self.terms.args[term]
         if head.startswith("item "):
             return self._is_replicated(args[0])
@@ -279,7 +279,7 @@ class Evaluation:
         return known or (listed and all(map(self._is_same, self.terms.args[term])))
 
     def _item(self, value: Any, index: int) -> Any:
-        """One of several results; each has memory of its own, unless they are views."""
+        """Return one of several results; each has memory of its own, unless they are views."""
         if type(value) is list:
             return value[index]
         shown = value.memory if packet_of(self.terms.heads[value.term]) in VIEWS else None
@@ -326,7 +326,7 @@ class Evaluation:
 
     @property
     def _outer(self) -> bool:
-        """True for a line that is in no region."""
+        """True for a line outside regions."""
         return len(self.terms.here) == 1
 
     def _keyword(self, value: Any) -> Any:
@@ -353,7 +353,7 @@ class Evaluation:
         return results
 
     def _parameter(self, owner: Any, item: int) -> Any:
-        """A parameter that a region takes: of a gathered unit, or of one that every rank has whole."""
+        """Return a parameter that a region takes: of a gathered unit, or of shards that are read directly."""
         if not isinstance(owner, (WholeUnit, UnitPart)):
             self.refuse(f"takes a parameter of what is no full unit, but {type(owner).__name__}")
         shards, dtype = (owner.shards, owner.dtype) if isinstance(owner, WholeUnit) else (owner, None)
@@ -404,7 +404,7 @@ class Evaluation:
         return f"{text.name} line {line}"
 
     def _lay(self, key: Any, at: range | None) -> None:
-        """Take bytes of the arena."""
+        """Reserve bytes of the arena; refuse bytes that are in use."""
         if at is not None and any(at.start < one.stop and one.start < at.stop for one in self.ranges.values()):
             self.refuse("takes bytes of the arena that another line has")
         self.ranges |= {key: at} if at is not None else {}
@@ -456,7 +456,7 @@ class Evaluation:
         self.ranges.pop(full.memory, None)
 
     def _averaged(self, shards: UnitPart, grads: Any, how: str, dtype: str = "", *, holds: bool = True) -> Averages:
-        """Each gradient as the ranks' mean, in memory that nothing else may read any more."""
+        """Return the mean of each gradient over the ranks; its memory may not be read any more."""
         self._declared("averages", shards, dtype, (param.reduced for param in shards.params))
         given = self._taken(shards, grads, holds=holds)
         terms = {param.name: self.average(param, grad, how, dtype) for param, grad in given}
@@ -466,7 +466,7 @@ class Evaluation:
         return Averages(shards, terms, self.terms.here, Storage(""))
 
     def _taken(self, shards: UnitPart, grads: Any, *, holds: bool = True) -> list[tuple[ParamText, TermValue]]:
-        """The gradients of a unit, by parameter, in memory that is worked on in place: nothing else may read it."""
+        """Return the gradients of a unit by parameter; they are overwritten in place, so nothing may read them."""
         if isinstance(grads, Averages):
             return [(self.params[name], TermValue(term, Storage(""), -1)) for name, term in self.take(shards, grads)]
         found = [(param, grad) for param, grad in zip(shards.params, grads, strict=True) if not self._is_none(grad)]
@@ -479,7 +479,7 @@ class Evaluation:
         return found
 
     def take(self, shards: UnitPart, sums: Averages) -> list[tuple[str, int]]:
-        """Averages or sums of a unit, which nothing else may read any more."""
+        """Return averages or sums of a unit by parameter; nothing may read them again."""
         if sums.shards is not shards:
             self.refuse(f"takes for {shards.unit} what is of {sums.shards.unit}")
         sums.memory.gone = f"was given away at {self._line()}"
@@ -489,16 +489,16 @@ class Evaluation:
         return self.terms.heads[value.term] == "NoneType None"
 
     def dense(self, grad: TermValue) -> int:
-        """The term of a gradient; how it is laid out does not matter to who sends it."""
+        """Return the term of a gradient, ignoring its strides, which do not matter for reductions."""
         return self.terms.args[grad.term][0] if self.terms.heads[grad.term] == "aten.contiguous.default" else grad.term
 
     def _declared(self, does: str, shards: UnitPart, dtype: str, said: Iterable[str]) -> None:
-        """Refuse a dtype that the units do not say of any parameter."""
+        """Refuse a dtype that the units declare for no parameter."""
         if dtype and dtype not in (known := {*said} - {""}):
             self.refuse(f"{does} {shards.unit} in {dtype}; its units say {', '.join(sorted(known)) or 'nothing'}")
 
     def average(self, param: ParamText, grad: TermValue, how: str, dtype: str) -> int:
-        """The mean of a gradient, cast before where the units say so; of what is sharded this rank's part."""
+        """Return the mean of a gradient, cast first if the units declare it; this rank's part if it is sharded."""
         cast = (self.terms.make(dtype),) if dtype and dtype == param.reduced else ()
         dense = self.dense(grad)
         sent = self.terms.make("cast", dense, *cast) if cast else dense
@@ -508,7 +508,7 @@ class Evaluation:
         return term
 
     def across(self, groups: Sequence[str], param: ParamText, mean: int, dtype: str, wire: str) -> int:
-        """The mean over groups of ranks that have the same shards of what is one over those inside, sent as `wire`."""
+        """Return the mean over groups of replicas of `mean`, a mean over the sharding ranks, sent as `wire`."""
         cast = (self.terms.make(dtype),) if dtype and dtype == param.reduced else ()
         for group in groups:
             head = "mean" + " of replicas" * (1 + self.outside.index(group))
@@ -555,14 +555,14 @@ class Evaluation:
             memory.gone = f"was updated at {self._line()}"
 
     def deliver_all(self, returned: Sequence[Any]) -> None:
-        """Take what a program returns beside its results as what the optimizer gets."""
+        """Deliver the gradients that a program returns to the optimizer."""
         for grads in returned:
             self.deliver(grads)
         if returned and any(shards.version for shards in self.units.values()):
             self.refuse("returns gradients, of which a program that updates uses all")
 
     def deliver(self, grads: Any) -> None:
-        """Take the gradients of a unit as what the optimizer gets."""
+        """Deliver the gradients of a unit to the optimizer."""
         if not isinstance(grads, Averages):
             self.refuse(f"takes as gradients what has not been waited for ({type(grads).__name__})")
         for name, term in grads.terms.items():
@@ -572,7 +572,7 @@ class Evaluation:
 
     def _copy(self, value: Any, strided: str = "") -> TermValue:
         copied = self._moved(value)
-        # How it is laid out matters to operations such as as_strided.
+        # The strides matter to operations such as as_strided.
         dense = copied.term if strided else self.terms.make("aten.contiguous.default", copied.term)
         return TermValue(dense, copied.memory, -1, copied.via)
 
@@ -582,7 +582,7 @@ class Evaluation:
     def _offload(self, value: Any, to: Any) -> Moved:
         if to.kind.startswith("group") and self._term(value) not in self.same:
             problem = "keeps on each rank of a group a shard of what is not known to be the same on all of them"
-            self.doubts.append((self.terms.here, problem))  # where it is not traced at all, that is said instead
+            self.doubts.append((self.terms.here, problem))  # an untraced term is reported instead
         return Moved(self._moved(value), to, Storage("an activation"))
 
     def _fetch(self, away: Any, to: Any) -> Begun:

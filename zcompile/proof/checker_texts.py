@@ -1,6 +1,6 @@
-"""The texts of a dump, as the checker reads them: their form, lines, functions, and what stands in the margins.
+"""The texts of a dump, as the checker reads them: their syntax, lines, functions, and margins.
 
-Whatever else Python would do, when it defines a function, binds a name or calls something, does not stand in a program.
+Only the few Python statements that programs consist of are accepted; anything else is refused.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MARGIN = re.compile(
 )
 
 CAPTURE, FORWARD, BACKWARD, STEP = "00_capture.py", "forward.py", "backward.py", "step.py"
-"""The files of a program, beside `regions/region_0.py` and so on, each with the function that is called so."""
+"""The files of a program besides `regions/region_0.py` and so on; all but CAPTURE have the function of that name."""
 
 
 class Margin(NamedTuple):
-    """What stands at the margin of a line: types, each a mark, a dtype and dimensions; and the words behind them."""
+    """The margin of a line: types, each a mark, a dtype and dimensions, and the words after them."""
 
     types: list[tuple[str, str, str]]
     words: str
@@ -34,7 +34,7 @@ class Margin(NamedTuple):
 
 
 class ParamText(NamedTuple):
-    """A parameter, as the units have it."""
+    """A parameter, as declared in the units."""
 
     name: str
     dtype: str
@@ -46,11 +46,11 @@ class ParamText(NamedTuple):
 
     @property
     def summed(self) -> str:
-        """The dtype in which gradients are added up, if not in their own: that of the average, if it is wider."""
+        """The dtype in which gradients are summed: that of the average if it is wider, else ""."""
         return self.reduced if self.reduced and _bits(self.reduced) > _bits(self.computed or self.dtype) else ""
 
     def full(self, dtype: str) -> str:
-        """The head of the whole parameter in a dtype."""
+        """Return the head of the term of the whole parameter in a dtype."""
         ways = ([dtype] if dtype != self.dtype else []) + ([f"gathered in {self.gathered}"] if self.gathered else [])
         return f"full({', '.join([self.name, *ways])})"
 
@@ -60,11 +60,11 @@ def _bits(dtype: str) -> int:
 
 
 def file_text(path: Path) -> str:
-    """The text of a file, with the ends of lines that it has.
+    """Return the text of a file, with its line endings unchanged.
 
     Raises:
-        OSError: it cannot be read, or is no file, but a device, say, that never ends.
-        UnicodeDecodeError: it is no text.
+        OSError: it cannot be read, or is not a regular file (a device may never end).
+        UnicodeDecodeError: it is not UTF-8 text.
     """
     if path.exists() and not path.is_file():
         raise OSError("it is no file")
@@ -73,7 +73,7 @@ def file_text(path: Path) -> str:
 
 
 class Text:
-    """One file: its name, its lines, its functions and what stands in its margins."""
+    """One file: its name, its lines, its functions and its margins."""
 
     def __init__(self, name: str, text: str) -> None:
         self.name, self.lines = name, text.split("\n")
@@ -88,21 +88,21 @@ class Text:
         self.functions = {one.name: one for one in self.body if isinstance(one, ast.FunctionDef)}
 
     def margin(self, line: int) -> Margin:
-        """The margin of a line."""
+        """Return the margin of a line."""
         comment = _COMMENT.match(self.lines[line - 1])
         found = _MARGIN.match(comment[1]) if comment and comment[1] else None
         types, words = (_TYPE.findall(found[1]), _unescaped(found[2].strip())) if found else ([], "")
         return Margin(types, words, line)
 
     def types(self, names: Sequence[ast.expr]) -> dict[str, tuple[str, str, str]]:
-        """What stands at the margin of names that are bound: on each line as many types as names that are used."""
+        """Return the type of each bound name, from the margins: each line has one type per name that is used."""
         lines: dict[int, Iterator[tuple[str, str, str]]] = {}
         named = ((dotted(node.value if isinstance(node, ast.Starred) else node), node.lineno) for node in names)
         found = ((name, lines.setdefault(at, iter(self.margin(at).types))) for name, at in named if name != "_")
         return {name: next(line, ("", "", "")) for name, line in found}
 
     def arguments(self, name: str) -> list[tuple[str, Margin]]:
-        """The names that a function unboxes, each with its margin."""
+        """Return the names that a function unboxes, each with its margin."""
         match self.functions[name].body[0] if name in self.functions else None:
             case ast.Assign(targets=[ast.Tuple(elts=names)]):
                 return [(ast.unparse(one), self.margin(one.lineno)) for one in names]
@@ -110,18 +110,18 @@ class Text:
 
 
 Place = tuple[tuple[Text, int], ...]
-"""A line, and the line of the region that it calls."""
+"""A line, followed by the line of the region that it calls, if any."""
 
 
 def location_text(place: Place) -> tuple[str, str]:
-    """Where it is; and the lines, with the module that they come from."""
+    """Return the file and line numbers of a place, and the code of its lines with their module."""
     source = next((words for text, line in reversed(place) if (words := text.margin(line).words)), "")
     lines = "".join(f"\n    {text.lines[line - 1].partition('  #')[0].strip()}" for text, line in place)
     return ", ".join(f"{text.name} line {line}" for text, line in place), f"{lines}  # {source}" if source else lines
 
 
 def refusal(place: Place, problem: str) -> ProofError:
-    """The error for what is wrong there."""
+    """Return the error for a problem at a place."""
     where, lines = location_text(place)
     return ProofError(where, f"{problem}{lines}", FIX)
 
@@ -131,7 +131,7 @@ def _unescaped(text: str) -> str:
 
 
 def dotted(node: ast.expr | None) -> str:
-    """`aten.mm.default`, as it is written; nothing for what is no name."""
+    """Return a dotted name as it is written, such as `aten.mm.default`; "" for any other expression."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -140,42 +140,42 @@ def dotted(node: ast.expr | None) -> str:
 
 
 def literal(node: ast.expr) -> str:
-    """The head of a constant: 1, 1.0 and True are three, and so are 0.0 and -0.0."""
+    """Return the head of a constant; it differs for 1, 1.0 and True, and for 0.0 and -0.0."""
     value = ast.literal_eval(node)
     return f"{type(value).__name__} {value!r}"
 
 
 def param_of(text: str) -> ParamText:
-    """From a line of the units: `layers.0.weight f32[4, 4] computed in bf16 unused`."""
+    """Parse a line of the units: `layers.0.weight f32[4, 4] computed in bf16 unused`."""
     name, _, rest = text.partition(" ")
     dtypes = dict(re.findall(r"(computed|reduced|across|gathered) in (\w+)", rest))
     return ParamText(_unescaped(name), rest.partition("[")[0], rest.partition("]")[2].split(), **dtypes)
 
 
-# -- the form ---------------------------------------------------------------------------------------------------------
+# -- syntax -----------------------------------------------------------------------------------------------------------
 
 HEADS = {"axes", "hybrid", "stage", "shards", "units", "packed"}
-"""What is said before the functions of the captured step."""
+"""Constants before the functions of the captured step."""
 
 
 def misplaced(body: list[ast.stmt], functions: tuple[str, ...], *, heads: bool) -> Iterator[tuple[int, str]]:
-    """Lines of a text that may not stand there, and what they are.
+    """Yield the lines of a text that are not allowed, each with its problem.
 
     Args:
-        body: All of the text.
-        functions: The functions that it may have, each once.
-        heads: True if constants may stand before them.
+        body: The statements of the text.
+        functions: The functions that it may define, each once.
+        heads: True if it may define the constants in HEADS.
     """
     seen: set[str] = set()
-    for one in body:
-        match one:
+    for statement in body:
+        match statement:
             case ast.FunctionDef(name=name) if name in functions and name not in seen:
-                yield from _in_function(one)
+                yield from _in_function(statement)
                 seen.add(name)
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if heads and name in HEADS and _is_literal(value):
                 pass
             case _:
-                yield one.lineno, "is no part of a program"
+                yield statement.lineno, "is no part of a program"
 
 
 def _in_function(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
@@ -189,8 +189,8 @@ def _in_function(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
         yield first.lineno, "is not `(a, b,) = unbox(box)`, with which a function begins"
     if not rest or not isinstance(rest[-1], ast.Return):
         yield function.body[-1].lineno, "is no return, with which a function ends"
-    for one in rest[:-1]:
-        match one:
+    for statement in rest[:-1]:
+        match statement:
             case ast.Assign(targets=[target], value=ast.Call()) if _binds(target):
                 pass
             case ast.Delete(targets=targets) if all(isinstance(target, ast.Name) for target in targets):
@@ -198,11 +198,11 @@ def _in_function(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
             case ast.Expr(value=ast.Call()):
                 pass
             case _:
-                yield one.lineno, "is no statement of a program"
+                yield statement.lineno, "is no statement of a program"
 
 
 def _binds(target: ast.expr) -> bool:
-    """True for a name, or several, of which the last may take all that is left."""
+    """Return True for a name, or several names, the last of which may be starred."""
     if not isinstance(target, ast.Tuple) or not target.elts:
         return isinstance(target, ast.Name)
     *names, last = target.elts

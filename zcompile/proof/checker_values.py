@@ -1,6 +1,6 @@
-"""Values, as the checker sees them: terms, of which equal ones are one number, and memory.
+"""Values, as the checker sees them: terms, which are equal if they have the same number, and memory.
 
-A term is what computes a value, and of what. Beside values stand units, and what is under way.
+A term is the operation that computes a value, applied to terms. There are also units and results of gathers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LISTS = ("list", "tuple")
 
 
 def _pattern(node: ast.expr) -> Any:
-    """Of a rule: a variable as its name, anything else as a head and the patterns of what it is given."""
+    """Parse one side of a rule: a variable as its name, anything else as a tuple of a head and patterns."""
     match node:
         case ast.Name(id=name):
             return name
@@ -33,7 +33,7 @@ def _pattern(node: ast.expr) -> Any:
 
 
 def _rule(said: Mapping[str, str]) -> tuple[str, Any, Any]:
-    """A rule as a manifest says it: its name, its pattern and the replacement."""
+    """Parse a rule of a manifest into its text, its pattern and its replacement."""
     try:
         pattern, replacement = (_pattern(ast.parse(said[key], mode="eval").body) for key in ("pattern", "replacement"))
         if isinstance(pattern, str) or len(said["replacement"]) >= len(said["pattern"]):
@@ -47,32 +47,32 @@ def _rule(said: Mapping[str, str]) -> tuple[str, Any, Any]:
 
 
 def _parts(pattern: Any) -> Iterator[Any]:
-    """One side of a rule, and all that it is made of: variables are names, the rest begins with its head."""
+    """Yield one side of a rule and all its parts: variables are names, other parts begin with a head."""
     yield pattern
     for part in () if isinstance(pattern, str) else pattern[1:]:
         yield from _parts(part)
 
 
 class TermTable:
-    """Values, each by its head and what it is given; equal ones are one number. Rules are applied as one is made."""
+    """Numbers terms by head and arguments, so that equal terms have the same number; rules are applied to new terms."""
 
     def __init__(self, rules: Sequence[Mapping[str, str]]) -> None:
         self.heads: list[str] = []
         self.args: list[tuple[int, ...]] = []
-        self.places: list[Place] = []  # the line that was the first to make it
+        self.places: list[Place] = []  # the first line that computes it
         self.names: dict[int, str] = {}
         self.routes: dict[int, dict[int, tuple[Place, ...]]] = {}
-        """For a term by what it is given: the lines that passed that on."""
+        """For each term and argument, the lines that passed the argument on."""
         self.here: Place = ()
         self.applied: dict[str, None] = {}
         self._known: dict[tuple[str, tuple[int, ...]], int] = {}
         self._rules = [*map(_rule, rules)]
         calls = (one for _, *sides in self._rules for side in sides for one in _parts(side) if type(one) is tuple)
         self.operations = {head.partition("|")[0] for head, *_ in calls}
-        """Those of the traced step, and of rules: what an operation does that is none of these is not known."""
+        """The operations of the traced step and of rules; any other operation may have unknown effects."""
 
     def make(self, head: str, *args: int) -> int:
-        """The term of that head, given these."""
+        """Return the term with that head and these arguments."""
         number = self._known.get((head, args))
         if number is None:
             number = self._known[head, args] = len(self.heads)
@@ -100,11 +100,11 @@ class TermTable:
         return self.make(pattern[0], *(self._replaced(one, found) for one in pattern[1:]))
 
     def is_constant(self, term: int) -> bool:
-        """True for a number, a dtype and so on."""
+        """Return True for a constant such as a number or a dtype."""
         return bool(_LITERAL.match(self.heads[term])) or self.heads[term].startswith("torch.")
 
     def text(self, term: int, depth: int) -> str:
-        """As it is read: `mm(x, t(full(layers.0.weight)))`."""
+        """Return a term as readable text: `mm(x, t(full(layers.0.weight)))`."""
         head, args = self.heads[term], self.args[term]
         if not args:
             return self.names.get(term) or _LITERAL.sub("", head)
@@ -116,7 +116,7 @@ class TermTable:
         return f"[{', '.join(parts)}]" if name in LISTS else f"{name}({', '.join(parts)})"
 
     def difference(self, known: int, what: str, wanted: int, found: int, place: Place) -> ProofError:
-        """The error for a result with another term than is wanted: it names the first line that makes another one.
+        """Return the error for a result whose term is not the wanted one; it names the first line that differs.
 
         `known`: the number of terms of the traced step.
         """
@@ -140,7 +140,7 @@ class TermTable:
         return ProofError(where, f"{problem}\n  of {origin}" if origin else problem, FIX)
 
     def _path(self, term: int, known: int) -> list[int]:
-        """From a result down to the first term made that it comes of and that the traced step does not have."""
+        """Return the path from a result down to the first term computed for it that the traced step does not have."""
         above, left = {term: term}, [term]
         while left:
             one = left.pop()
@@ -153,7 +153,7 @@ class TermTable:
         return path[::-1]
 
     def _counterpart(self, path: list[int], wanted: int, known: int) -> int:
-        """What the traced step has in place of the end of a path: at the same place, or the most like it."""
+        """Return the traced term that corresponds to the end of a path: at the same position, or the most similar."""
         term, there = path[-1], wanted
         head, args = self.heads[term], self.args[term]
 
@@ -177,17 +177,17 @@ class TermTable:
 
 @dataclass(eq=False, slots=True)
 class Storage:
-    """What several values may share; `owner` is empty if an operation of `phase` has made it."""
+    """Memory, which several values may share; `owner` is "" if an operation of `phase` allocated it."""
 
     owner: str
     phase: str = ""
     graph: bool = False  # memory of a CUDA graph, to which the next step writes
-    gone: str = ""  # why it may not be read any more
+    gone: str = ""  # why it may no longer be read
     written: int = -1  # the term of the last write to it
 
 
 class TermValue(NamedTuple):
-    """A term, its memory, the last write to that which the term knows of, and the lines that it was passed on by."""
+    """A term, its memory, the last write to the memory that the term includes, and the lines that passed it on."""
 
     term: int
     memory: Storage
@@ -195,12 +195,12 @@ class TermValue(NamedTuple):
     via: tuple[Place, ...] = ()
 
     def by(self, *via: Place) -> TermValue:
-        """The same value, passed on by other lines."""
+        """Return the same value, passed on by other lines."""
         return TermValue(self.term, self.memory, self.seen, via)
 
 
 class UnitPart:
-    """What a rank keeps of a unit; `version` is the term of its update, `full` the memory of what was gathered."""
+    """A rank's shards of a unit; `version`: the term of the last update; `full`: memory of gathered parameters."""
 
     def __init__(self, unit: str, lines: Sequence[str]) -> None:
         self.unit, self.params = unit, [*map(param_of, lines)]
@@ -209,7 +209,7 @@ class UnitPart:
 
 
 class Gathered(NamedTuple):
-    """What has been gathered of a unit, from shards of that version, by the line there."""
+    """Parameters of a unit gathered from shards of `version` by the line at `place`."""
 
     shards: UnitPart
     dtype: str
@@ -224,7 +224,7 @@ class WholeUnit(Gathered):
 
 
 class SecondaryPart(Gathered):
-    """What a rank has of a unit inside, where both of two axes divide it."""
+    """The secondary shards of a unit, which two axes divide."""
 
 
 class Averages(NamedTuple):

@@ -1,4 +1,4 @@
-"""The manifest of a dump: which of its files a proof reads, and what their lines were when they were written."""
+"""The manifest of a dump: the files that a proof reads, with checksums of their lines as they were written."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _AGAIN = "write the dump again, with the zcompile that is installed"
 
 @dataclass(frozen=True)
 class ProofVerdict:
-    """What came of one program: its proof, or the error that says why there is none; neither of what was not read.
+    """The result for one program: its proof, or the error why there is none; neither if it was not read.
 
     Attributes:
-        part: Of the step of a pipeline's rank: what of the traced one it computes, and that one's text.
+        part: For the step of a pipeline rank, the text of the traced step and the part of it that the rank computes.
     """
 
     program: str
@@ -54,10 +54,10 @@ class ProofVerdict:
         if self.proof is None:
             return f"{self.program}: not proven"
         lines, terms, parameters, modulo = self.proof
-        what = f"proven modulo {'; '.join(modulo)}" if modulo else "proven"
-        what += ", if it receives what is named" if self.part is not None and self.part[1].received else ""
+        verdict = f"proven modulo {'; '.join(modulo)}" if modulo else "proven"
+        verdict += ", if it receives what is named" if self.part is not None and self.part[1].received else ""
         return (
-            f"{self.program}: {what}: {lines:,} lines, {terms:,} terms, {parameters:,} gradients of parameters, "
+            f"{self.program}: {verdict}: {lines:,} lines, {terms:,} terms, {parameters:,} gradients of parameters, "
             f"{self.seconds:.2f} s of processor time"
         )
 
@@ -69,15 +69,15 @@ def write_manifest(
     rules: Mapping[str, Sequence[Mapping[str, str]]] | None = None,
     parts: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write down the files of each program as they lie there.
+    """Write the manifest of a dump, with checksums of its files as they are now.
 
     Args:
-        folder: Of the dump.
-        programs: The files of each of its folders, by name.
-        torch: The release of torch that has traced them.
-        rules: By which passes have changed the values of a program: for each a `name`, a `pattern` such as
-            `cast(x, torch.bfloat16)`, in which words in lower case are variables, and its `replacement`.
-        parts: Of steps of a pipeline's rank, by program, as `zcompile.proof.parts.described` gives them.
+        folder: The folder of the dump.
+        programs: The files in each program's folder, by its name.
+        torch: The release of torch that traced the programs.
+        rules: By program, the rules by which passes changed values: each has a `name`, a `pattern` such as
+            `cast(x, torch.bfloat16)`, in which lowercase words are variables, and its `replacement`.
+        parts: By program, for steps of a pipeline rank, the result of `zcompile.proof.parts.described`.
     """
     described = {
         program: {
@@ -92,16 +92,16 @@ def write_manifest(
 
 
 def rank_folders(folder: Path) -> dict[int, Path]:
-    """The dumps of several ranks that lie in a folder, in the order of ranks; none in a dump itself."""
+    """Return the dumps of several ranks in a folder, ordered by rank; empty if the folder itself is a dump."""
     found = [path for path in folder.glob("rank_*") if path.name.removeprefix("rank_").isdigit() and path.is_dir()]
     return dict(sorted((int(path.name.removeprefix("rank_")), path) for path in found))
 
 
 def prove_dump(folder: Path) -> Iterator[ProofVerdict]:
-    """For each program of a dump that it computes the step that was traced, or why that is not proven.
+    """Yield, for each program of a dump, the proof that it computes the traced step, or why it is not proven.
 
     Raises:
-        ProofError: the folder is no dump, or one of another version.
+        ProofError: the folder is not a dump, or was written by another version.
     """
     programs = _manifest(folder)["programs"]
     for program, described in programs.items():
@@ -121,8 +121,8 @@ def _manifest(folder: Path) -> Any:
     try:
         found = json.loads((folder / MANIFEST).read_text())
         versions = found["format"], found["zcompile"]
-        for name, one in found["programs"].items():
-            _check_described(name, one)
+        for name, described in found["programs"].items():
+            _check_described(name, described)
     except FileNotFoundError as error:
         raise ProofError(subject, "is not there, so this is no dump that can be proven", _AGAIN) from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -137,7 +137,7 @@ def _manifest(folder: Path) -> Any:
 
 
 def _check_described(program: str, described: Mapping[str, Any]) -> None:
-    """Raise ValueError or another error for what is no description of a program in the folder of the dump."""
+    """Raise ValueError, LookupError or TypeError if `described` does not describe a program in the dump's folder."""
     for path in (program, *described["files"]):
         if Path(path).is_absolute() or ".." in Path(path).parts or path != Path(path).as_posix() or path == ".":
             raise ValueError(f"{path!r} is no file or folder in the dump")
@@ -183,19 +183,19 @@ def _text(path: Path, file: str) -> str:
 
 
 def _sums(text: str) -> list[int]:
-    """A checksum of each line."""
+    """Return a checksum of each line."""
     return [zlib.crc32(line.encode()) for line in text.split("\n")]
 
 
 def _edited(file: str, text: str, sums: Sequence[int]) -> Iterator[str]:
-    """The lines that are not as they were; one line stands for all behind it where lines have come or gone."""
+    """Yield the lines that have changed; only the first one if lines were added or removed."""
     now = _sums(text)
     if len(now) != len(sums):
-        first = next(i for i, (one, other) in enumerate(zip_longest(now, sums)) if one != other)
+        first = next(i for i, (new, old) in enumerate(zip_longest(now, sums)) if new != old)
         yield f"{file} line {first + 1}: it has {len(now)} lines, and had {len(sums)}"
         return
-    for number, (one, other) in enumerate(zip(now, sums, strict=True), 1):
-        if one != other:
+    for number, (new, old) in enumerate(zip(now, sums, strict=True), 1):
+        if new != old:
             yield f"{file} line {number}"
 
 
@@ -207,21 +207,21 @@ _FIX = "give the folder of dump(folder, all_ranks=True)"
 
 
 class Together(NamedTuple):
-    """What is said of all that was read, and whether something was not that belongs to it."""
+    """Lines about all programs together, and whether a program that belongs to them was not read."""
 
     said: list[str]
     unread: bool
 
 
 def prove_together(ranks: Mapping[int, Path], verdicts: Mapping[int, Sequence[ProofVerdict]]) -> Together:
-    """See that the programs of all ranks fit together.
+    """Check that the programs of all ranks fit together.
 
     Args:
-        ranks: The dumps of all ranks by their numbers; none where it is one dump alone.
-        verdicts: What came of the programs of each, the one dump as rank 0.
+        ranks: The dumps of all ranks, by rank; empty for a single dump.
+        verdicts: The verdicts on the programs of each rank; a single dump is rank 0.
 
     Raises:
-        ProofError: they do not.
+        ProofError: they do not fit together.
     """
     parts: dict[str, dict[int, ProofVerdict]] = {}
     for rank, found in verdicts.items():

@@ -1,8 +1,8 @@
-"""Operations of ATen as terms: a graph evaluated line by line, as it was traced or within a region.
+"""ATen operations as terms: evaluates a graph line by line, traced or of a region.
 
-What moves or copies a value, and what hides it from autograd, leaves its term as it is. An operation that draws random
-numbers is applied to the draw, too: they are numbered as they run, and one that runs again under the state that a
-generator had is the same draw.
+Operations that copy a value or detach it from autograd do not change its term. A random operation has its draw as an
+extra argument: draws are numbered in execution order, and an operation that is replayed under a saved generator state
+has the same draw.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from zcompile.torch_internals.operators import (
 
 _aten = torch.ops.aten
 _SAME = frozenset({_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default})
-"""Their result has the values of their argument."""
+"""Operations whose result equals their argument."""
 _BY_STRIDES = frozenset({_aten.as_strided.default, _aten.as_strided_copy.default, _aten.as_strided_scatter.default})
-"""What they give depends on how their argument lies in memory, too: on whether it has been copied."""
+"""Operations whose result depends on the strides of their argument, and so on whether it was copied."""
 AFTER, NO_VALUE = "after", "no value"
-"""A value once an operation has written to it; what is none."""
+"""A value after an operation wrote to it; a line that has no value."""
 _REGION_DRAW = "draw of a region"
 
 
 class UnknownOperationError(Exception):
-    """A line of a graph is no operation that a traced graph may have."""
+    """A line of a graph is not an operation that a traced graph may have."""
 
     def __init__(self, node: fx.Node, problem: str) -> None:
         super().__init__(problem)
@@ -53,13 +53,13 @@ class GraphTerms:
     """The terms of a graph's values.
 
     Attributes:
-        terms: The table that they are in.
+        terms: The table of terms.
         modules: Graphs that higher-order operations call, by attribute name.
-        values: What each line gives: of an operation a term. Those of placeholders are put in by who evaluates.
-        draw: What random draws are called in the table.
-        draws: How many there are.
-        writes: Whose memory was written to, through whatever view, and its term from then on, in order.
-        opaque: What operations give that may do more than their schema says, with the line and the name.
+        values: The value of each line, for an operation a term. The caller sets the values of placeholders.
+        draw: The head of terms of random draws.
+        draws: The number of random draws so far.
+        writes: The nodes whose memory was written to, directly or through a view, and their terms afterwards, in order.
+        opaque: Operations with possible undeclared effects: the line, its name, and the term of its result.
     """
 
     terms: Terms
@@ -72,7 +72,7 @@ class GraphTerms:
     _views: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
     def term(self, given: Any) -> int:
-        """The term of an argument, or of a result; of a value that has none one of its own."""
+        """Return the term of an argument or a result; a value without a term gets a unique one."""
         if isinstance(given, fx.Node):
             found = self.values[given]
             return found if isinstance(found, int) else self.terms.make((NO_VALUE, given.name))
@@ -81,7 +81,7 @@ class GraphTerms:
         return self.terms.constant(given)
 
     def evaluate(self, node: fx.Node) -> int:
-        """The term of an operation, which `values` has from then on, as it has those before."""
+        """Evaluate an operation, whose arguments are in `values`; store its term there and return it."""
         if node.op == "get_attr":
             result = self.terms.make(("graph", graph_text(self.modules[str(node.target)])))
         elif node.op == "call_function" and _is_operation(node.target):
@@ -97,7 +97,7 @@ class GraphTerms:
         return result
 
     def _operation_of(self, node: fx.Node) -> Any:
-        """What a line calls, also with the state of the generator saved, or as it was."""
+        """Return the operation that a line calls, directly or under a saved or restored generator state."""
         if node.target is saved_random or node.target is replayed_random:
             operation = node.args[node.target is replayed_random]
             if not isinstance(operation, OpOverload):
@@ -129,7 +129,7 @@ class GraphTerms:
         return result
 
     def _drawn(self) -> int:
-        """The next random draw."""
+        """Return the term of the next random draw."""
         self.draws += 1
         return self.terms.make((self.draw, str(self.draws - 1)))
 
@@ -148,7 +148,7 @@ class GraphTerms:
         return self._applied(head, (source, *given), node.kwargs)
 
     def _saved(self, node: fx.Node) -> int:
-        """The generator's state in front of a draw, if it is one, and what is drawn."""
+        """Return the pair of the generator's state before an operation, and its result."""
         operation, *args = node.args
         drawn = self._drawn() if draws(operation, args, node.kwargs) else None
         result = self._applied(operation, args, node.kwargs, drawn)
@@ -156,15 +156,15 @@ class GraphTerms:
         return self.terms.make((PAIR, state, result))
 
     def _write(self, node: fx.Node, result: int) -> None:
-        """Note whose memory `node` writes to; from here on all that show it read otherwise."""
-        assert isinstance(node.target, OpOverload), "operations of torch say what they write to"
-        for place, name in written_arguments(node.target):
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(name)
+        """Record the memory that `node` writes to, and change the terms of all values that alias it."""
+        assert isinstance(node.target, OpOverload), "operations of torch declare what they write to"
+        for index, name in written_arguments(node.target):
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(name)
             for written in given if isinstance(given, (list, tuple)) else (given,):
                 if isinstance(written, fx.Node):
                     root = root_of(written)
-                    for shown in (root, *self._views.get(root, ())):
-                        self.values[shown] = self.terms.make((AFTER, result, self.values[shown]))
+                    for alias in (root, *self._views.get(root, ())):
+                        self.values[alias] = self.terms.make((AFTER, result, self.values[alias]))
                     self.writes.append((root, self.values[root]))
 
 
@@ -175,13 +175,13 @@ def _is_operation(target: Any) -> bool:
 
 @functools.cache
 def _may_do_more(target: Any) -> bool:
-    """True for what is opaque, or calls what may be."""
+    """Return True for an operation that is opaque, or calls one that may be."""
     return target in (saved_random, replayed_random) or is_opaque(target)
 
 
 @functools.cache
 def _is_plain(target: Any) -> bool:
-    """True for an operation that gives the same for the same arguments, and does nothing else."""
+    """Return True for a pure, deterministic operation."""
     if not isinstance(target, OpOverload) or writes_arguments(target):
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags
@@ -189,15 +189,15 @@ def _is_plain(target: Any) -> bool:
 
 @dataclass(frozen=True)
 class RegionTerms:
-    """What a region gives.
+    """The terms of a region, independent of its calls.
 
     Attributes:
-        arguments: A leaf for each of its arguments.
-        draws: A leaf for each of the random draws in it.
+        arguments: A leaf for each argument.
+        draws: A leaf for each random draw.
         results: The terms of its results.
-        writes: Arguments that it writes to, by number, and their terms from then on.
-        opaque: The terms of operations of which it is not known all that they do.
-        body: The terms that differ from call to call, in an order in which each stands behind its parts.
+        writes: The numbers of the arguments that it writes to, and their terms afterwards.
+        opaque: Operations with possible undeclared effects: the names of their lines, and their terms.
+        body: The terms that differ between calls, each after its parts.
     """
 
     arguments: tuple[int, ...]
@@ -205,7 +205,6 @@ class RegionTerms:
     results: tuple[int, ...]
     writes: tuple[tuple[int, int], ...]
     opaque: tuple[tuple[str, int], ...]
-    """With the names of their lines."""
     body: tuple[int, ...]
 
 
@@ -218,7 +217,7 @@ class Regions:
     _calls: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
     def of(self, region: Region) -> RegionTerms:
-        """What `region` gives: found out once for each graph, unless somebody has edited that since."""
+        """Return the terms of `region`, evaluated once per graph unless the graph was edited since."""
         graph = region.graph
         lines: list[Any] = [(node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
         lines += [graph_text(module) for module in region.modules.values()]
@@ -229,7 +228,7 @@ class Regions:
         return known
 
     def call(self, found: RegionTerms, arguments: Sequence[int], drawn: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The terms of a call's results and of what it has written; `drawn`: how many draws there were before it."""
+        """Return the terms of a call's results and of its writes; `drawn`: the number of draws before the call."""
         key = found.results, found.writes, tuple(arguments), drawn if found.draws else 0
         if key not in self._calls:
             values = self.instances(found, arguments, drawn)
@@ -238,7 +237,7 @@ class Regions:
         return self._calls[key]
 
     def instances(self, found: RegionTerms, arguments: Sequence[int], drawn: int) -> dict[int, int]:
-        """What each term of a region is in a call."""
+        """Map the terms of a region to those of a call."""
         values = dict(zip(found.arguments, arguments, strict=True))
         for index, leaf in enumerate(found.draws):
             values[leaf] = self.terms.make((DRAW, str(drawn + index)))

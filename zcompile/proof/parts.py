@@ -1,7 +1,7 @@
-"""Which part of a traced step each rank of a pipeline has: written down with a dump, read, and seen to be all of it.
+"""The part of a traced step that each pipeline rank computes: written to a dump, read, and checked for completeness.
 
-The checker proves of each rank that it computes its part if it receives what is named; that no rank waits in a circle
-for what it is given, `zcompile.proof.ranks` sees. So where the parts are the whole step, all of it is proven.
+The checker proves that each rank computes its part if it receives the values that messages name;
+`zcompile.proof.ranks` checks that ranks do not deadlock. So if the parts make up the whole step, all of it is proven.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GROUP = re.compile(r"(ops\._c10d_functional\.\w+\.\w+\(.*)'[^']*'\)")
 
 
 def part_of(values: RankValues, program: Program) -> RankPart:
-    """What of the traced step a rank's program computes."""
+    """Return the part of the traced step that a rank's program computes."""
     traced = values.terms.traced
     inputs = [op_of(node, Input) for node in traced.nodes(Input)]
     given = inputs_of(program, Phase.STEP)
@@ -52,25 +52,25 @@ def part_of(values: RankValues, program: Program) -> RankPart:
         draws=tuple((microbatch, printed.index(drawn[number])) for microbatch, number in values.draws),
         written=tuple(values.written.items()),
         writes=values.writes,
-        shared=tuple(SharedParam(one.name, one.value, one.home, one.readers, {**one.parts}) for one in values.shared),
+        shared=tuple(SharedParam(p.name, p.value, p.home, p.readers, {**p.parts}) for p in values.shared),
         sent=tuple(NamedMessage(op.to, op.message, op.strides) for op in sent),
         received=tuple(NamedMessage(op.source, op.message, op.strides) for op in received),
     )
 
 
 def _is_input(node: fx.Node) -> bool:
-    """True for what the call gives, False for what a program is given by name."""
+    """Return True for an argument of the call or a tangent, False for an argument that is identified by name."""
     op = data(node).op
     return isinstance(op, Input) and op.kind in _KINDS
 
 
 def _bound_text(node: fx.Node) -> str:
-    """What stands at the margin of an argument; of a constant, its name behind it."""
+    """Return the margin of an argument; for a constant, followed by its name."""
     match data(node).op:
         case Shards(unit):
             return f"unit {unit}"
-        case RuntimeInput() as lent:
-            return " ".join([lent.label, *map(str, astuple(lent))])  # type: ignore[call-overload]
+        case RuntimeInput() as op:
+            return " ".join([op.label, *map(str, astuple(op))])  # type: ignore[call-overload]
     return f"constant {node.name}"
 
 
@@ -78,53 +78,53 @@ _KINDS = {Kind.DATA: "input", Kind.TANGENT: "tangent"}
 
 
 def described(part: RankPart) -> dict[str, Any]:
-    """A part as it stands in a manifest."""
+    """Return a part as written to a manifest."""
     return {**asdict(part), "held": sorted(part.held)}
 
 
-def read_part(said: Mapping[str, Any]) -> RankPart:
-    """The part that a manifest describes.
+def read_part(entry: Mapping[str, Any]) -> RankPart:
+    """Read a part from a manifest.
 
     Raises:
-        LookupError, TypeError, ValueError: it is none.
+        LookupError, TypeError, ValueError: the manifest's entry is not a part.
     """
     pairs = {
-        name: tuple((int(one), int(two)) for one, two in said[name])
+        name: tuple((int(first), int(second)) for first, second in entry[name])
         for name in ("results", "draws", "written", "writes")
     }
     shared = tuple(
         SharedParam(
-            str(one["param"]), str(one["value"]), int(one["home"]), tuple(map(int, one["readers"])),
-            {int(stage): tuple(map(str, names)) for stage, names in one["parts"].items()},
+            str(param["param"]), str(param["value"]), int(param["home"]), tuple(map(int, param["readers"])),
+            {int(stage): tuple(map(str, names)) for stage, names in param["parts"].items()},
         )
-        for one in said["shared"]
+        for param in entry["shared"]
     )  # fmt: skip
     return RankPart(
-        microbatches=int(said["microbatches"]),
-        units=tuple(map(str, said["units"])),
-        bound=tuple(map(str, said["bound"])),
-        inputs=tuple((str(kind), int(at), None if of is None else int(of)) for kind, at, of in said["inputs"]),
-        held=frozenset(map(int, said["held"])),
+        microbatches=int(entry["microbatches"]),
+        units=tuple(map(str, entry["units"])),
+        bound=tuple(map(str, entry["bound"])),
+        inputs=tuple((str(kind), int(at), None if of is None else int(of)) for kind, at, of in entry["inputs"]),
+        held=frozenset(map(int, entry["held"])),
         shared=shared,
-        sent=tuple(map(_message, said["sent"])),
-        received=tuple(map(_message, said["received"])),
+        sent=tuple(map(_message, entry["sent"])),
+        received=tuple(map(_message, entry["received"])),
         **pairs,
     )
 
 
-def _message(said: Sequence[Any]) -> NamedMessage:
-    peer, name, strides = said
+def _message(entry: Sequence[Any]) -> NamedMessage:
+    peer, name, strides = entry
     return NamedMessage(int(peer), str(name), None if strides is None else tuple(map(int, strides)))
 
 
 def check_parts(parts: Mapping[int, tuple[str, RankPart]]) -> None:
-    """Return if the ranks along each pipeline have parts of one traced step, which together are all of it.
+    """Check that the parts of the ranks along each pipeline are of the same traced step and make up all of it.
 
     Args:
-        parts: By rank the traced step's text, and the part that is said to be this rank's.
+        parts: By rank, the text of the traced step and the rank's part according to its manifest.
 
     Raises:
-        ProofError: they are not, and who lacks what.
+        ProofError: they do not; names the ranks and what is missing or differs.
     """
     columns: dict[tuple[int, ...], list[int]] = {}
     for rank, (capture, _) in parts.items():
@@ -137,7 +137,7 @@ def check_parts(parts: Mapping[int, tuple[str, RankPart]]) -> None:
 
 
 def pipeline_of(capture: str) -> Axis:
-    """The pipeline axis of a traced step."""
+    """Return the pipeline axis of a traced step."""
     axes = (Axis.parse(name, text) for name, text in _head(capture, "axes").items())
     return next(axis for axis in axes if axis.kind is AxisKind.PIPELINE)
 
@@ -148,20 +148,20 @@ def _head(capture: str, name: str) -> Any:
 
 
 def _mistake(column: Mapping[int, tuple[str, RankPart]]) -> str:
-    """What is wrong with the parts of the ranks along a pipeline; empty if they are the whole step."""
-    (first, (capture, one)), *others = column.items()
+    """Return what is wrong with the parts of the ranks along a pipeline; "" if they make up the whole step."""
+    (first, (capture, own)), *others = column.items()
     for rank, (text, part) in others:
         if _without_groups(text) != _without_groups(capture):
             return f"rank {first} and rank {rank} have traced other steps"
         for what in ("microbatches", "held", "written"):
-            if getattr(part, what) != getattr(one, what):
-                return f"rank {first} has {what} {getattr(one, what)}, rank {rank} {getattr(part, what)}"
+            if getattr(part, what) != getattr(own, what):
+                return f"rank {first} has {what} {getattr(own, what)}, rank {rank} {getattr(part, what)}"
     parts = [part for _, part in column.values()]
-    shared = [one for part in parts for one in part.shared]
-    if parted := [one.param for one in shared for other in shared if one.param == other.param and one != other]:
+    shared = [param for part in parts for param in part.shared]
+    if parted := [a.param for a in shared for b in shared if a.param == b.param and a != b]:
         return f"ranks have said otherwise whose sum the gradient of {parted[0]} is"
-    numbers = [(result, number) for number in range(one.microbatches) for result in range(_count(capture))]
-    written = {result for result, _ in one.written}
+    numbers = [(result, number) for number in range(own.microbatches) for result in range(_count(capture))]
+    written = {result for result, _ in own.written}
     return (
         _uneven("unit", [*_head(capture, "units")], (unit for part in parts for unit in part.units))
         or _uneven("result", [n for n in numbers if n[0] not in written], (n for part in parts for n in part.results))
@@ -175,14 +175,14 @@ def _all_draws(parts: Iterable[RankPart]) -> Counter[tuple[int, int]]:
 
 
 def _count(capture: str) -> int:
-    """How many results the traced step has."""
+    """Return the number of results of the traced step."""
     (forward,) = (one for one in Text(CAPTURE, capture).body if getattr(one, "name", "") == "forward")
     returned = forward.body[-1].value.elts[0]  # type: ignore[attr-defined]
     return len(returned.elts)
 
 
 def _uneven(what: str, wanted: Iterable[Hashable], found: Iterable[Hashable]) -> str:
-    """What is not had by one rank, each once."""
+    """Return the first item that not exactly one rank has, as an error; "" if there is none."""
     count = Counter(found)
     count.subtract(Counter(wanted))
     return next(
@@ -191,5 +191,5 @@ def _uneven(what: str, wanted: Iterable[Hashable], found: Iterable[Hashable]) ->
 
 
 def _without_groups(capture: str) -> str:
-    """A traced step but for the names of its groups of tensor parallelism, of which each stage has its own."""
+    """Return a traced step without the names of tensor-parallel groups, which differ between stages."""
     return _GROUP.sub(r"\1'')", capture)

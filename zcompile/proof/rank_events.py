@@ -1,11 +1,11 @@
-"""What one rank sends, receives and waits for, in order, read from the printed text of what it runs.
+"""The collectives, sends, receives and waits of one rank, in order, read from the printed text of its programs.
 
     a_gather = all_gather(a)                           ->  joins over dp  "forward: all_gather a (a.weight f32[4, 4])"
     h_sent = send(h, pp, to=1)         # f32[8, 64]    ->  sends over pp to 1  "forward: f32[8, 64]"
     a_full = wait(a_gather)                            ->  waits for the first
 
-A text is read as Python and not run. What its lines mean is in the table of operations; what that lacks is an error.
-Collectives of the model's own code, in regions, are over the axis of tensor parallelism.
+A text is parsed as Python and not run. The table of operations defines its lines; others are errors.
+Collectives in the model's own code, in regions, are over the tensor-parallel axis.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ class Act(StrEnum):
     """What a rank does at one line. Only a wait blocks."""
 
     JOIN = "joins"
-    """It launches a collective of its group."""
+    """The rank launches a collective of its group."""
     SEND = "sends"
     RECEIVE = "receives"
     WAIT = "waits"
-    """It blocks until all who take part in something that it has launched have launched it."""
+    """The rank blocks until all participants have launched a communication that it has launched."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankEvent:
-    """One thing that a rank does."""
+    """One communication event of a rank."""
 
     act: Act
     axis: str
-    """The axis that its group is along."""
+    """The axis of its group."""
     what: str
-    """The message: equal on all who take part. Of a wait, what it waits for."""
+    """The message, equal for all participants; for a wait, the message that it waits for."""
     where: str
-    """File and line."""
+    """File and line number."""
     text: str
-    """That line."""
+    """The code of that line."""
     peer: int | None = None
-    """The place along the axis of who receives what is sent, or sends what is received."""
+    """For a send or a receive, the other rank's coordinate along the axis."""
     awaits: int | None = None
-    """Of a wait: the number of the event that has launched what it waits for."""
+    """For a wait, the number of the event that launched the communication."""
 
 
 @dataclass(frozen=True)
 class RankEvents:
-    """All that one rank does, in order, and the mesh as it sees it."""
+    """All events of one rank, in order, and the mesh according to its text."""
 
     axes: Mapping[str, Axis]
     events: tuple[RankEvent, ...]
 
     def along(self, *axes: str) -> RankEvents:
-        """What it does along some axes, in a mesh of these alone: those behind them are left out."""
+        """Return the events along some axes, in a mesh of these alone, with strides relative to the smallest one."""
         kept = [number for number, event in enumerate(self.events) if event.axis in axes]
-        places = {number: place for place, number in enumerate(kept)}
+        renumbered = {old: new for new, old in enumerate(kept)}
         events = (self.events[number] for number in kept)
-        moved = (e if e.awaits is None else replace(e, awaits=places[e.awaits]) for e in events)
-        near = min(self.axes[name].stride for name in axes)
-        mesh = {n: replace(axis, stride=axis.stride // near) for n, axis in self.axes.items() if n in axes}
+        moved = (e if e.awaits is None else replace(e, awaits=renumbered[e.awaits]) for e in events)
+        smallest = min(self.axes[name].stride for name in axes)
+        mesh = {n: replace(axis, stride=axis.stride // smallest) for n, axis in self.axes.items() if n in axes}
         return RankEvents(mesh, tuple(moved))
 
     @property
@@ -78,28 +78,28 @@ class RankEvents:
 
 
 def read_events(sources: Mapping[str, str]) -> RankEvents:
-    """The events of the phases that are in texts of programs.
+    """Read the events of all phases in texts of a program.
 
     Args:
-        sources: Texts by the names of their files, `""` for a text without a file. Of a function that stands in
-            several, the first is the one that runs.
+        sources: Texts by file name, `""` for a text without a file. If several texts define a function, the first
+            definition counts.
 
     Raises:
-        ProofError: a text is no printed program, or has lines of which it is not known whether they communicate.
+        ProofError: a text is not a printed program, or has lines that may communicate in unknown ways.
     """
     return _Reader(sources).rank_events()
 
 
 PHASES = ("forward", "backward", "step")
-"""Functions that a rank runs, in this order; `step` is both, as a schedule of micro-batches may write them."""
+"""Functions that a rank runs, in this order; `step` has both phases of several micro-batches."""
 
 _TORCH = ("aten.", "ops.", "operator.", "math.", "torch.")
 _COMMUNICATING = re.compile(r"ops\.(?P<library>\w*c10d\w*|_dtensor|symm_mem)\.(?P<operation>\w+)\.\w+")
 _KNOWN_LIBRARIES = ("_c10d_functional", "_dtensor")
 _UNEQUAL = ("all_to_all_single",)
-"""Collectives of which each rank may send another size."""
+"""Collectives in which ranks may send different sizes."""
 _VALUE = Input(Kind.DATA, 0)
-"""What stands for a value of which it does not matter what gives it."""
+"""Represents any value whose operation does not matter."""
 _FIX = "give the texts that zcompile has printed, of one version and unedited"
 
 
@@ -115,7 +115,7 @@ class _Function:
         return f"{self.file} line {node.lineno}".strip()  # type: ignore[attr-defined]
 
     def margins(self, node: ast.AST) -> list[LineMargin]:
-        """What stands behind the lines of a node, of those that have something there."""
+        """Return the margins of the lines of a node that have one."""
         lines = self.lines[node.lineno - 1 : node.end_lineno]  # type: ignore[attr-defined]
         try:
             return [margin for line in lines if (margin := LineMargin.of(line)) is not None]
@@ -128,7 +128,7 @@ class _Function:
 
 @dataclass(frozen=True)
 class _Call:
-    """A line of a function: a call, and the names of what it gives."""
+    """A line of a function: a call, and the names of its results."""
 
     function: _Function
     tree: ast.Call
@@ -145,12 +145,12 @@ class _Call:
 
     @property
     def text(self) -> str:
-        """Its code without its margin; of one that is broken, the first line."""
+        """The code of the line without its margin; only the first line if it is wrapped."""
         return self.function.lines[self.statement.lineno - 1].partition("  # ")[0].strip()
 
     @property
     def types(self) -> str:
-        """The types of the values that it gives, sizes that vary as they were traced."""
+        """The types of its results, with dynamic sizes as they were traced."""
         types = (one.type for margin in self.function.margins(self.statement) for one in margin.types)
         return ", ".join(re.sub(r"[^\[\],\s]+=", "", str(type_)) for type_ in types if type_ is not None)
 
@@ -161,7 +161,7 @@ class _Call:
         return [node.id for node in nodes if isinstance(node, ast.Name)]
 
     def event(self, act: Act, axis: str, what: str = "", **more: Any) -> RankEvent:
-        """It as an event."""
+        """Return the line as an event."""
         return RankEvent(act, axis, what, self.where, self.text, **more)
 
     def error(self, problem: str) -> ProofError:
@@ -170,14 +170,14 @@ class _Call:
 
 @dataclass
 class _Body:
-    """The events of a function. Waits count from its begin: the body of a region is run wherever it is called."""
+    """The events of a function, numbered from its start: the body of a region is repeated at each call."""
 
     events: list[RankEvent] = field(default_factory=list)
     started: dict[str, int | None] = field(default_factory=dict)
-    """By the name of what stands for it: the number of the event that has launched it; None for what sends nothing."""
+    """By the name of a line's result, the number of the event that the line launched; None if it launched none."""
 
     def add(self, call: _Call, event: RankEvent | None) -> None:
-        """What `call` has launched, if anything."""
+        """Add the event that `call` launched, if any."""
         self.started |= dict.fromkeys(call.gives, None if event is None else len(self.events))
         self.events += [] if event is None else [event]
 
@@ -198,7 +198,7 @@ class _Reader:
             raise ProofError("the head of the text", "says no layout of a program", _FIX) from error
         self.axes = {axis.name: axis for axis in self.layout.axes}
         self.names: dict[str, Operation | list[Operation]] = {}
-        """What gives the values of the phases, by their names: for each value of a bundle."""
+        """The operation of each value of the phases, by name; a list for a bundle."""
         self.regions: dict[str, _Body] = {}
 
     def _take(self, file: str, text: str, constants: dict[str, Any]) -> None:
@@ -232,7 +232,7 @@ class _Reader:
     # -- lines ----------------------------------------------------------------------------------------------------
 
     def _read(self, function: _Function, body: _Body, *, is_phase: bool = False) -> None:
-        """Add the events of `function` to `body`. A region calls operations of torch only."""
+        """Add the events of `function` to `body`. A region calls only operations of torch."""
         if not isinstance(function.tree.body[-1], ast.Return):
             raise function.error(function.tree.body[-1], f"{function.tree.name} ends without a return: it is cut off")
         for statement in function.tree.body:
@@ -267,7 +267,7 @@ class _Reader:
             raise call.error(f"{name} is not known: it may communicate")
 
     def _bind(self, names: Sequence[str], margins: Sequence[LineMargin], given: Operation = _VALUE) -> None:
-        """Let names that are new stand for values: the last for a bundle, where a margin says so."""
+        """Bind new names to values; the last name is a bundle if the margin says so."""
         for name in names:
             self.names.setdefault(name, given)
         for margin in margins:
@@ -275,7 +275,7 @@ class _Reader:
                 self.names[names[-1]] = [_VALUE] * margin.count
 
     def _region(self, call: _Call, body: _Body) -> None:
-        """The events of a region, behind those that have been."""
+        """Append the events of a region."""
         if call.name not in self.regions:
             self.regions[call.name] = _Body()
             self._read(self.functions[call.name], self.regions[call.name])
@@ -285,7 +285,7 @@ class _Reader:
             body.events.append(replace(event, where=f"{event.where}, run at {call.where}", awaits=awaits))
 
     def _runtime(self, call: _Call, body: _Body) -> None:
-        """A call of a function of the runtime."""
+        """Handle a call of a runtime function."""
         problem = f"`{call.text}` gives {call.name} what it does not take"
         try:
             given = [value_of(argument, self.names) for argument in call.tree.args]
@@ -304,7 +304,7 @@ class _Reader:
             body.events.append(call.event(Act.WAIT, body.events[awaited].axis, awaits=awaited))
 
     def _started(self, call: _Call, op: Operation, given: Sequence[Any]) -> RankEvent | None:
-        """What a line launches; None if that is no communication."""
+        """Return the event that a line launches; None if it does not communicate with other ranks."""
         if isinstance(op, Communication):
             axis = getattr(op, "axis", self.layout.sharded.name)
             if axis not in {one.name for one in self.layout.averaged}:
@@ -312,7 +312,7 @@ class _Reader:
             return call.event(Act.JOIN, axis, op.message_text(self.layout))
         group = next((one for one in given if isinstance(one, Group)), None)
         if group is None or not isinstance(op, (Fetch, Send, Receive)):
-            return None  # what stays here, or comes from the host or a disk
+            return None  # local, or a transfer with the host or a disk
         if not call.types:
             raise call.error("the type of what is sent does not stand in the margin")
         if isinstance(op, Fetch):
@@ -324,12 +324,12 @@ class _Reader:
         act = Act.SEND if isinstance(op, Send) else Act.RECEIVE
         return call.event(act, group.axis, f"{call.types}{message}", peer=peer)
 
-    # -- the model's own --------------------------------------------------------------------------------------------
+    # -- collectives in the model's code ----------------------------------------------------------------------------
 
     def _collective(self, call: _Call, body: _Body, library: str, operation: str) -> None:
-        """A collective of the model's own code, or the wait for one.
+        """Handle a collective of the model's own code, or the wait for one.
 
-        A wait for what is not known to come from one, as where that was started in another region, waits for the last.
+        A wait whose collective is unknown, such as one started in another region, waits for the last collective.
         """
         if library not in _KNOWN_LIBRARIES:
             raise call.error(f"{call.name} is not known: it communicates otherwise than functional collectives do")
@@ -346,7 +346,7 @@ class _Reader:
         body.add(call, call.event(Act.JOIN, axis.name, " ".join([operation, *constants, types])))
 
     def _model_axis(self, call: _Call) -> Axis:
-        """The axis that the model's own collectives are along: that of tensor parallelism, or the only one."""
+        """Return the axis of the model's own collectives: the tensor-parallel axis, or the only axis."""
         found = [axis for axis in self.axes.values() if axis.kind is AxisKind.TENSOR] or list(self.axes.values())
         if len(found) != 1:
             raise call.error("is a collective of the model's own, and of several axes none is a tensor one")
@@ -360,7 +360,7 @@ def _is_constant(argument: ast.expr) -> bool:
 
 
 def _resolved(events: list[RankEvent]) -> Iterator[RankEvent]:
-    """`events`, in which every wait knows what it waits for; what nothing is started for is left out."""
+    """Yield `events` with the target of every wait resolved, without waits for which nothing was launched."""
     last: dict[str, int] = {}
     kept: dict[int, int] = {}
     result: list[RankEvent] = []

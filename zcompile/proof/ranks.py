@@ -1,17 +1,17 @@
-"""Across ranks: that what all ranks send, receive and wait for fits together, whether or not they run the same program.
+"""Checks that the communications of all ranks fit together, whether or not they run the same program.
 
     rank 0                                      rank 1
     h_sent = send(h, pp, to=1)  # f32[8, 64]    h_recv = recv(pp, source=0)  # f32[8, 64]
     wait(h_sent)                                h = wait(h_recv)
 
-- The ranks of a group, those that differ along one axis alone, launch the same collectives in the same order.
-- What one rank sends to another, that one receives: as many messages, of the same types, in the same order.
-- No ranks wait for each other in a circle: a launch does not block, a wait does until all who take part have launched.
+- The ranks of a group, which differ along one axis alone, launch the same collectives in the same order.
+- A rank receives exactly the messages that another sends to it: the same number, types and order.
+- Ranks do not deadlock. A launch does not block; a wait blocks until all participants have launched.
 
-Backends execute what a group has launched in that order, so what has been launched by all comes to its end. The two
-directions between a pair of ranks count as two such groups: a runtime that sends gives each its own, or launches both
-together. With these rules it does not matter who is faster: if ranks ever come to their end, they always do, so one
-run through all events is the proof. It takes time in proportion to their number.
+Backends execute the communications of a group in launch order, so each one completes once all participants have
+launched it. The two directions between a pair of ranks count as separate groups: the runtime gives each its own group,
+or launches both together. Under these rules, the relative speed of ranks does not matter: either they always finish or
+never. So a single run through all events is a proof, in time linear in their number.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _FIX = "let all who take part launch the same, in one order: see docs/design.md"
 
 
 def check_ranks(ranks: Ranks) -> None:
-    """Return if the communications of all ranks, by their numbers in the mesh, fit together.
+    """Check that the communications of all ranks, by their rank in the mesh, fit together.
 
     Raises:
-        ProofError: they do not: the first place, with ranks, lines, and what each of them wants.
+        ProofError: they do not; names the first conflict, its ranks and lines, and what each rank launches.
     """
     if problem := first_conflict(ranks):
         raise ProofError(_SUBJECT, problem, _FIX)
 
 
 def first_conflict(ranks: Ranks) -> str:
-    """What is wrong, as `check_ranks` says it; empty if the communications fit together.
+    """Return the first conflict, as in the error of `check_ranks`; "" if the communications fit together.
 
     Raises:
-        ProofError: a rank communicates with one that is not there.
+        ProofError: a rank communicates with a rank that is missing.
     """
     if problem := _meshes(ranks):
         return problem
@@ -58,34 +58,34 @@ def first_conflict(ranks: Ranks) -> str:
 
 
 def conflict_along(texts: Sequence[str], *axes: str) -> str:
-    """`first_conflict` of what ranks do along some axes, by which alone they differ; they count by their place there.
+    """Return `first_conflict` of ranks that differ only along some axes, considering only these axes.
 
     Args:
-        texts: What `Program.text(regions=True)` has printed on each of them, in order.
-        axes: Their names.
+        texts: The result of `Program.text(regions=True)` on each of these ranks, in order.
+        axes: The names of the axes.
 
     Raises:
         ProofError: a text cannot be read.
     """
-    return first_conflict({place: read.along(*axes) for place, read in _read_texts(dict(enumerate(texts))).items()})
+    return first_conflict({rank: read.along(*axes) for rank, read in _read_texts(dict(enumerate(texts))).items()})
 
 
 def check_texts(texts: Mapping[int, str]) -> None:
-    """`check_ranks` of texts that `Program.text(regions=True)` has printed, by rank.
+    """Run `check_ranks` on texts printed by `Program.text(regions=True)`, by rank.
 
     Raises:
-        ProofError: as there, or a text cannot be read.
+        ProofError: as for `check_ranks`, or a text cannot be read.
     """
     check_ranks(_read_texts(texts))
 
 
 def check_folders(folders: Mapping[int, Path]) -> None:
-    """`check_ranks` of dumps, by rank: of the n-th programs of all ranks, for each n.
+    """Run `check_ranks` on the n-th programs in the dumps of all ranks, for each n.
 
-    A folder is that of a whole dump, or of one of its programs.
+    A folder holds a whole dump, or a single program.
 
     Raises:
-        ProofError: as there, or a folder is no dump.
+        ProofError: as for `check_ranks`, or a folder is not a dump.
     """
     programs = {rank: _programs(rank, Path(folder)) for rank, folder in folders.items()}
     for number, row in enumerate(itertools.zip_longest(*programs.values())):
@@ -100,10 +100,10 @@ def check_folders(folders: Mapping[int, Path]) -> None:
 
 
 def lacking_ranks(folders: Mapping[int, Path]) -> list[int]:
-    """The ranks of the mesh, as the first of these dumps says it, that are not among them.
+    """Return the ranks of the mesh, as given by the first dump, that have no folder.
 
     Raises:
-        ProofError: that is no dump.
+        ProofError: the first folder is not a dump.
     """
     first, folder = next(iter(folders.items()))
     axes = _read(first, _sources(first, _programs(first, Path(folder))[0])).axes
@@ -114,7 +114,7 @@ def lacking_ranks(folders: Mapping[int, Path]) -> list[int]:
 
 
 def _programs(rank: int, folder: Path) -> list[Path]:
-    """The folders of a dump's programs, in order."""
+    """Return the folders of a dump's programs, in order."""
     if (folder / "forward.py").exists():
         return [folder]
     found = [path for path in folder.glob("program_*") if path.name.removeprefix("program_").isdigit()]
@@ -124,7 +124,7 @@ def _programs(rank: int, folder: Path) -> list[Path]:
 
 
 def _sources(rank: int, folder: Path) -> dict[str, str]:
-    """The texts of a program by file: what runs, its regions, and the head of what the last pass has left."""
+    """Return the texts of a program by file: its phases, its regions, and the head of the last pass's file."""
     passes = sorted(folder.glob("[0-9][0-9]_*.py")) or [folder / "00_capture.py"]
     last = _text(rank, passes[-1])
     begin = re.search(r"^(@|def )", last, re.MULTILINE)
@@ -147,7 +147,7 @@ def _text(rank: int, path: Path) -> str:
 
 
 def _read_texts(texts: Mapping[int, str]) -> dict[int, RankEvents]:
-    """The events of each rank; ranks that differ along axes of data alone have one text, which is read once."""
+    """Return the events of each rank; equal texts, as of ranks that differ only in data, are read once."""
     read: dict[str, RankEvents] = {}
     for rank, text in texts.items():
         if text not in read:
@@ -167,13 +167,13 @@ def _read(rank: int, sources: Mapping[str, str]) -> RankEvents:
 
 @dataclass
 class _Stream:
-    """What goes over one group, or from one rank to another: the launches of each who takes part, by their numbers."""
+    """The messages of one group, or from one rank to another: the event numbers of each participant's launches."""
 
     over: str
     launches: dict[int, list[int]] = field(default_factory=dict)
 
     def difference(self, ranks: Ranks) -> tuple[int, str] | None:
-        """The first message that is not the same for all, and how early a rank comes to it; None if there is none."""
+        """Return the first message that differs, after the least event number at which a rank launches it, or None."""
         for number, row in enumerate(itertools.zip_longest(*self.launches.values())):
             found = dict(zip(self.launches, row, strict=True))
             events = {rank: None if at is None else ranks[rank].events[at] for rank, at in found.items()}
@@ -206,7 +206,7 @@ def _streams(ranks: Ranks) -> list[_Stream]:
 
 
 def _peer(rank: int, event: RankEvent, group: list[int]) -> int:
-    """The rank that it sends to, or receives from."""
+    """Return the rank that an event sends to or receives from."""
     if event.peer is None or not 0 <= event.peer < len(group) or group[event.peer] == rank:
         places = f"{len(group)} places along {event.axis}, of which this is {group.index(rank)}"
         raise ProofError(f"rank {rank}, {event.where}", f"{event.act} {event.peer}, and there are {places}", _FIX)
@@ -222,16 +222,16 @@ def _present(ranks: Ranks, rank: int, group: list[int], event: RankEvent) -> Non
 
 
 def _meshes(ranks: Ranks) -> str:
-    """How meshes differ, and with them groups; empty if they do not."""
+    """Return how the meshes of ranks, and so their groups, differ; "" if they do not."""
     by_mesh: dict[str, list[int]] = {}
     for rank, events in ranks.items():
         by_mesh.setdefault(events.mesh, []).append(rank)
-    told = "; ".join(f"{_named(members)}: {mesh}" for mesh, members in by_mesh.items())
-    return f"they are over different groups: {told}" if len(by_mesh) > 1 else ""
+    meshes = "; ".join(f"{_named(members)}: {mesh}" for mesh, members in by_mesh.items())
+    return f"they are over different groups: {meshes}" if len(by_mesh) > 1 else ""
 
 
 def _wanted(events: Mapping[int, RankEvent | None]) -> str:
-    """What each wants: ranks that want the same together, with the line of one of them."""
+    """Return what each rank launches: ranks with equal messages together, with the line of one of them."""
     by_want: dict[str, list[int]] = {}
     for rank, event in events.items():
         want = "nothing more" if event is None else f"{event.act} " * (event.act is not Act.JOIN) + repr(event.what)
@@ -252,19 +252,19 @@ def _named(ranks: list[int]) -> str:
 
 
 class _Run:
-    """One run through the events of all ranks, in which each goes as far as it can.
+    """A run through the events of all ranks, in which each rank proceeds as far as it can.
 
     Args:
-        ranks: The events.
-        streams: What they launch, in equal order.
+        ranks: The events of all ranks.
+        streams: Their messages, which are equal for all participants.
     """
 
     def __init__(self, ranks: Ranks, streams: list[_Stream]) -> None:
         self.ranks = ranks
         self.launched_by: list[dict[int, int]] = []
-        """Of each message who launches it, and by which event."""
+        """For each message, the ranks that launch it, each with its event."""
         self.message: dict[int, dict[int, int]] = {rank: {} for rank in ranks}
-        """The number of the message that an event of a rank launches."""
+        """For each rank and event, the message that the event launches."""
         for stream in streams:
             for row in zip(*stream.launches.values(), strict=True):
                 launches = dict(zip(stream.launches, row, strict=True))
@@ -272,12 +272,12 @@ class _Run:
                     self.message[rank][event] = len(self.launched_by)
                 self.launched_by.append(launches)
         self.lacking = [len(launches) for launches in self.launched_by]
-        """How many have not launched a message so far."""
+        """For each message, how many participants have not launched it yet."""
         self.at = dict.fromkeys(ranks, 0)
-        """The event that each comes to next."""
+        """The next event of each rank."""
 
     def awaited(self, rank: int, event: RankEvent) -> int | None:
-        """The message that a wait is for; None of what is no wait."""
+        """Return the message that a wait is for; None for any other event."""
         return None if event.awaits is None else self.message[rank][event.awaits]
 
     def run(self) -> None:
@@ -298,7 +298,7 @@ class _Run:
                 self.at[rank] += 1
 
     def stuck(self) -> dict[int, tuple[RankEvent, int, int]]:
-        """The wait that each rank stays at, the rank for which, and the event by which that one would end it."""
+        """Return, for each blocked rank, its wait, the rank that it waits for, and that rank's missing event."""
         result = {}
         for rank, at in self.at.items():
             if at < len(self.ranks[rank].events):
@@ -312,7 +312,7 @@ class _Run:
 
 
 def _circle(ranks: Ranks, streams: list[_Stream]) -> str:
-    """Which ranks wait for each other; empty if all come to their end."""
+    """Return which ranks wait for each other; "" if all ranks finish."""
     run = _Run(ranks, streams)
     run.run()
     stuck = run.stuck()

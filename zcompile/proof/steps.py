@@ -1,7 +1,7 @@
-"""Steps as terms: the lines of a program evaluated in their order, its regions inlined.
+"""Steps as terms: evaluates the lines of a program in order, with regions inlined.
 
-A gather and its wait give whole parameters, in the dtype that the line names; a reduction gives, for each parameter,
-the mean of its gradient. Copying, storing, moving away and fetching, releasing and deferring leave terms as they are.
+A gather and its wait give full parameters, in the dtype that the line names; a reduction gives the mean gradient of
+each parameter. Copying, storing, offloading and fetching, releasing and deferring do not change terms.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ MEAN, SUM, HELD_BACK, CONTIGUOUS = "mean", "sum", "held_back", "contiguous"
 
 @dataclass(frozen=True, slots=True)
 class FullUnit:
-    """Whole parameters of a unit; those that are computed with in `dtype` are cast to it."""
+    """The full parameters of a unit; those that compute in `dtype` are cast to it."""
 
     unit: Unit
     dtype: torch.dtype | None
     updated: bool = False
-    """True if the optimizer has stepped for them before."""
+    """True if the optimizer has updated them in this program."""
     wire: torch.dtype | None = None
-    """In which their shards have travelled outside, of those that do: that is one more cast."""
+    """The dtype in which shards were sent along the outer axis, for parameters that use it: an additional cast."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecondaryUnit:
-    """Secondary shards of a unit: what ranks at one place outside have of it, once they have sent it to each other."""
+    """The secondary shards of a unit, gathered along the outer axis."""
 
     full: FullUnit
     axis: str
@@ -48,38 +48,38 @@ class SecondaryUnit:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What a line has started, until it is waited for."""
+    """Asynchronous work: its result, until it is waited for."""
 
     gives: FullUnit | SecondaryUnit | Mapping[str, int] | int
 
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """An activation that is elsewhere."""
+    """An offloaded activation, and the storage that it is in."""
 
     term: int
     place: fx.Node
 
 
 Value = int | FullUnit | SecondaryUnit | Started | Offloaded | Mapping[str, int] | Sequence[int] | None
-"""What a line gives: a term, averaged gradients by the names of their parameters, the results of a region, or what is
-no tensor yet."""
+"""The value of a line: a term, gradients by parameter name, the results of a region, or a value that is not a
+tensor."""
 
 
 class StepTerms(GraphTerms):
     """The terms of a program's values.
 
     Args:
-        program: What is evaluated.
+        program: The program to evaluate.
         regions: The terms of regions, and the table.
-        received: What other pipeline stages send, by the message.
+        received: The terms of values that other pipeline stages send, by message.
 
     Attributes:
-        gradients: By parameter the terms that are returned, or used for an update, as its averaged gradient, each with
-            the line that has reduced it, or held it back.
-        replicated: Values of which each rank of an axis keeps a shard, by line.
+        gradients: By parameter, the terms that are returned or used for an update as its averaged gradient, each with
+            the line that reduced or accumulated it.
+        replicated: The terms of values that are sharded over the ranks of an axis, by line.
         buffers: The buffers that lines write to, with their new terms, in order.
-        calls: How many random draws there are before each call of a region.
+        calls: The number of random draws before each call of a region.
     """
 
     def __init__(self, program: Program, regions: Regions, received: Mapping[str, int] | None = None) -> None:
@@ -97,11 +97,11 @@ class StepTerms(GraphTerms):
 
     @property
     def written(self) -> list[int]:
-        """What inputs, parameters and arguments of regions hold once they are written to, in order."""
+        """The terms written to inputs, parameters and arguments of regions, in order."""
         return [term for node, term in self.writes if not _is_own(root_of(node))]
 
     def line_of(self, term: int) -> fx.Node | None:
-        """The first line that computes a term, itself or within its region."""
+        """Return the first line that computes a term, directly or within its region."""
         for node, value in self.values.items():
             if value == term:
                 return node
@@ -110,7 +110,7 @@ class StepTerms(GraphTerms):
         return None
 
     def _line(self, node: fx.Node) -> Value:
-        """What a line gives."""
+        """Return the value of a line."""
         layout, sources = self.program.layout, node.all_input_nodes
         match data(node).op:
             case ops.Compute():
@@ -128,7 +128,7 @@ class StepTerms(GraphTerms):
                 dtype = sent(str(type_.dtype), layout.param(name).outer_gather_dtype)
                 return self.terms.make((PARAMETER, name, dtype))
             case ops.Shards(name):
-                # Read as they are where nothing has to be gathered, and until it is: a fact says when that has to be.
+                # Shards count as full parameters: another fact checks that they are gathered where they must be.
                 unit = layout.unit(name)
                 return FullUnit(unit, unit.compute_dtype, wire=unit.outer_gather_dtype)
             case ops.AllGather() | ops.GatherOutside() as op:
@@ -164,7 +164,7 @@ class StepTerms(GraphTerms):
         return None
 
     def _effect(self, node: fx.Node) -> None:
-        """Do what a line does that gives no value."""
+        """Apply the effect of a line that has no value."""
         match data(node).op:
             case ops.Update():
                 shards, gradients = node.all_input_nodes
@@ -177,7 +177,7 @@ class StepTerms(GraphTerms):
                 self.values[buffer] = term = self.term(value)
                 self.buffers.append((buffer, term))
             case ops.RuntimeInput() | ops.Results() | ops.Send() | ops.Receive():
-                pass  # who compares messages looks at what is sent; of what is received nothing is known
+                pass  # the comparison of messages looks at sent values; a received value is unknown
             case op if not op.inert:
                 where = "add a case to zcompile/proof/steps.py, or, if it changes no value, say inert = True in its row"
                 raise UnknownOperationError(node, f"the proof does not know what {type(op).__name__} does: {where}")
@@ -213,12 +213,12 @@ class StepTerms(GraphTerms):
         return results[0] if len(results) == 1 else results
 
     def _instances(self, call: fx.Node) -> dict[int, int]:
-        """What each term of a region is in a call."""
+        """Map the terms of a region to those of a call."""
         found = self.regions.of(self.program.regions[op_of(call, ops.Call).region])
         return self.regions.instances(found, self._arguments(call), self.calls[call])
 
     def _arguments(self, call: fx.Node) -> tuple[int, ...]:
-        """The terms of what a region is given in a call, by its placeholders."""
+        """Return the terms of a call's arguments, one per placeholder of its region."""
         region = self.program.regions[op_of(call, ops.Call).region]
         return tuple(self._argument(call.args[1 + argument], item) for argument, item in region.takes)
 
@@ -235,20 +235,21 @@ class StepTerms(GraphTerms):
         return self.terms.make((UPDATED if found.updated else PARAMETER, param.name, sent(str(dtype), wire)))
 
     def _write_argument(self, argument: fx.Node, term: int) -> None:
-        """Note that a region has written to an argument; from here on all that show its memory read otherwise."""
+        """Record that a region wrote to an argument, and change the terms of all values that alias it."""
         memory = memory_of_values(self.program)
         result = self.terms.keys[term][1]
-        for node, shown in self.values.items():
-            if isinstance(shown, int) and memory[node] == memory[argument]:
-                self.values[node] = term if node is argument else self.terms.make((AFTER, result, shown))
+        for node, before in self.values.items():
+            if isinstance(before, int) and memory[node] == memory[argument]:
+                self.values[node] = term if node is argument else self.terms.make((AFTER, result, before))
         self.writes.append((argument, term))
 
     # -- units ----------------------------------------------------------------------------------------------------
 
     def _gather(self, op: ops.AllGather | ops.GatherOutside, shards: Value, secondary: Value = None) -> Value:
-        """Of primary shards that are divided outside, too, whole parameters are gathered over their secondary ones.
+        """Return the result of a gather; None if it is invalid.
 
-        These are what was sent outside: once an update has changed the shards, they give nothing.
+        If the outer axis divides shards, too, full parameters are gathered from secondary shards, which must have been
+        gathered after the last update of the shards.
         """
         layout = self.program.layout
         if not isinstance(shards, FullUnit):
@@ -264,7 +265,7 @@ class StepTerms(GraphTerms):
         return Started(now) if secondary.full == now else None
 
     def _reduce(self, node: fx.Node, op: ops.Reduce | ops.ReduceOutside) -> Value:
-        """The means of gradients, or outside of what are means inside already, in the dtype in which they are sent."""
+        """Return the means of gradients, or, along the outer axis, of inner means, in the dtype that is sent."""
         given, layout = self._by_parameter(node, 1), self.program.layout
         if given is None:
             return None
@@ -278,7 +279,7 @@ class StepTerms(GraphTerms):
         return Started(means)
 
     def _sum(self, node: fx.Node, op: ops.Sum | ops.SumAverages) -> Value:
-        """For each parameter of a unit its gradients, added in order; what is added may lack some."""
+        """Return the sum of two sets of gradients by parameter; the second set may lack some."""
         first, second = self._by_parameter(node, 1), self._by_parameter(node, 2)
         if first is None or second is None or not second.keys() <= first.keys():
             return None
@@ -288,13 +289,13 @@ class StepTerms(GraphTerms):
             total[name] = sum_in(self.terms, cast, first[name], term)
         return total
 
-    def _by_parameter(self, node: fx.Node, place: int) -> Mapping[str, int] | None:
-        """The gradients of a unit that a line is given, by parameter: those in a list, or what a sum or a wait gives.
+    def _by_parameter(self, node: fx.Node, index: int) -> Mapping[str, int] | None:
+        """Return the gradients in argument `index` of a line by parameter: a list, or the result of a sum or a wait.
 
-        None for what gives none, or those of another unit.
+        None if the argument has no gradients, or those of another unit.
         """
-        shards, given = node.args[0], node.args[place]
-        assert isinstance(shards, fx.Node), "gradients are those of a unit"
+        shards, given = node.args[0], node.args[index]
+        assert isinstance(shards, fx.Node), "gradients belong to a unit"
         params = [param.name for param in self.program.layout.unit(op_of(shards, ops.Shards).unit).params]
         if isinstance(given, fx.Node):
             found = self.values[given]
@@ -303,12 +304,12 @@ class StepTerms(GraphTerms):
         return {name: self._dense(gradient) for name, gradient in gradients if gradient is not None}
 
     def _dense(self, gradient: Any) -> int:
-        """The term of a gradient; how it is laid out does not matter to who sends it."""
+        """Return the term of a gradient, ignoring its strides, which do not matter for reductions."""
         head, *parts = self.terms.keys[term := self.term(gradient)]
         return int(parts[0]) if head == CONTIGUOUS else term
 
     def _deliver(self, gradients: fx.Node) -> None:
-        """Note averaged gradients that are returned, or used for an update."""
+        """Record averaged gradients that are returned or used for an update."""
         found = self.values[gradients]
         line = gradients.all_input_nodes[0] if isinstance(data(gradients).op, ops.WaitReduce) else gradients
         for name, term in found.items() if isinstance(found, Mapping) else ():
@@ -316,13 +317,13 @@ class StepTerms(GraphTerms):
 
 
 def _is_own(value: fx.Node) -> bool:
-    """True for what a traced operation gives: what is written to it ends with the step."""
+    """Return True for the result of a traced operation, to which writes have no effect outside the step."""
     made = value.all_input_nodes[0] if isinstance(data(value).op, ops.Item) else value
     return isinstance(data(made).op, ops.Compute)
 
 
 def sent(how: str, wire: torch.dtype | None) -> str:
-    """How an average is made, or the dtype of a parameter, of what travels as `wire`, if that is named."""
+    """Return `how`, the kind of an average or a dtype, extended by the dtype in which it was sent, if given."""
     return how if wire is None else f"{how}, sent in {dtype_text(wire)}"
 
 
@@ -336,19 +337,19 @@ def mean_of(
     scatter: bool,
     wire: torch.dtype | None = None,
 ) -> int:
-    """The mean of a gradient over the ranks of an axis, sent as `wire` if the parameter says so."""
+    """Return the term of a gradient's mean over the ranks along an axis, sent as `wire` if the parameter says so."""
     how = sent("scattered" if scatter and param.shards else "whole", wire if wire is param.outer_dtype else None)
     return terms.make((MEAN, axis, how, str(dtype), gradient))
 
 
 def sum_of(terms: Terms, gradients: Sequence[int], dtype: torch.dtype | None = None) -> int:
-    """The sum of gradients of the micro-batches, in their order, and in `dtype`, if not in their own."""
+    """Return the term of the sum of gradients in order; `dtype`: the dtype of the sum, if not their own."""
     total = gradients[0]
     for number, gradient in enumerate(gradients[1:]):
         total = sum_in(terms, None if number else dtype, total, gradient)
     return total
 
 
-def sum_in(terms: Terms, dtype: torch.dtype | None, one: int, other: int) -> int:
-    """The sum of two, of which the first one is cast to `dtype` before."""
-    return terms.make((SUM, "" if dtype is None else dtype_text(dtype), one, other))
+def sum_in(terms: Terms, dtype: torch.dtype | None, first: int, second: int) -> int:
+    """Return the term of the sum of two terms, with the first cast to `dtype`."""
+    return terms.make((SUM, "" if dtype is None else dtype_text(dtype), first, second))

@@ -1,20 +1,20 @@
-"""Terms: what a value is computed from, as expressions of which equal ones are one.
+"""Terms: expressions for how values are computed, hash-consed so that equal terms have the same number.
 
-A term is a number. It stands for a key, which is what is applied, and what to:
+A term is a number that represents a key, an operation with its arguments:
 
-    ("parameter", "a.weight", "torch.float32")      a leaf: strings say which one
-    (aten.t.default, 3)                             an operation of what term 3 stands for
-    (aten.sum.dim_IntList, 4, 7, "keepdim=", 8)     arguments by name stand behind their names
+    ("parameter", "a.weight", "torch.float32")      a leaf, identified by strings
+    (aten.t.default, 3)                             an operation applied to term 3
+    (aten.sum.dim_IntList, 4, 7, "keepdim=", 8)     keyword arguments follow their names
 
-Constants are terms, too, and what Python takes for equal is told apart: 1, 1.0 and True, 0.0 and -0.0. So two values
-have one term exactly if the same operations compute them from the same leaves.
+Constants are terms, too, and those that Python considers equal are distinct: 1, 1.0 and True, 0.0 and -0.0. So two
+values have the same term exactly if the same operations compute them from the same leaves.
 
-Rules say how a pass changes values that it means to change:
+Rules describe how passes intentionally change values:
 
     Rule("casts to bf16", "aten._to_copy.default(x, dtype=torch.bfloat16)", "x")
 
-counts a value cast to bf16 as the value. Patterns are calls as programs are printed; names without a dot are
-variables. What was traced and what runs are both rewritten, so the proof is one modulo the rules.
+makes a value cast to bf16 equal to the value. Patterns are calls as programs are printed; names without a dot are
+variables. Both the traced step and the program are rewritten, so the proof is modulo the rules.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from zcompile.ir.printer import function_text
 from zcompile.torch_internals.operators import OpOverload
 
 Key = tuple[Any, ...]
-"""What a term stands for: its head, and behind it terms by their numbers; strings say which leaf it is, or name what
-stands behind them."""
+"""What a term represents: its head, followed by the numbers of terms; strings identify a leaf, or name the next
+argument."""
 CONSTANT, LIST = "constant", "list"
 ITEM, PAIR = "item", "pair"
 STATE, DRAW, DRAWN_UNDER = "generator state", "draw", "draw under"
-"""The state of a generator in front of a draw; a draw by its number; the draw that a state gives."""
+"""The generator state before a draw; a draw by its number; the draw made under a state."""
 
 _EQUAL_IF_ALIKE = frozenset({int, str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
-"""Types whose values, if equal, are printed alike: not so 0.0 and -0.0."""
+"""Types whose equal values have equal reprs, unlike 0.0 and -0.0."""
 
 
 def constant_key(value: Any) -> Key:
-    """The key of an argument that is no value: a number, a dtype. 1, 1.0 and True differ, as do 0.0 and -0.0."""
+    """Return the key of a constant argument, such as a number or a dtype; it differs for 1, 1.0 and True."""
     return (CONSTANT, type(value).__name__, repr(value))
 
 
 class Terms:
-    """A table of terms; with `rules`, of their normal forms: what a pattern matches is its replacement."""
+    """A table of terms; with `rules`, of their normal forms, in which matches of patterns are replaced."""
 
     def __init__(self, rules: Sequence[Rule] = ()) -> None:
         self.rules = tuple(rules)
@@ -65,13 +65,13 @@ class Terms:
         self._simplified = frozenset({ITEM, DRAWN_UNDER, *self._by_head})
 
     def make(self, key: Key) -> int:
-        """The term of `key`, in its normal form."""
+        """Return the term of `key`, in normal form."""
         if key[0] in self._simplified and (simpler := self._simpler(key)) is not None:
             return simpler
         return self._intern(key)
 
     def constant(self, value: Any) -> int:
-        """The term of an argument that is no value: a number, a dtype, a device, the name of a group."""
+        """Return the term of a constant argument: a number, a dtype, a device, the name of a group."""
         kind = type(value)
         if kind not in _EQUAL_IF_ALIKE:
             return self._intern(constant_key(value))
@@ -81,17 +81,17 @@ class Terms:
         return term
 
     def below(self, roots: Sequence[int]) -> list[int]:
-        """The terms that `roots` are made of, themselves included, each behind those that it is made of."""
+        """Return `roots` and all terms that they are computed from, each after its arguments."""
         seen, waiting = set(roots), list(roots)
         while waiting:
             for part in self.keys[waiting.pop()]:
                 if type(part) is int and part not in seen:
                     seen.add(part)
                     waiting.append(part)
-        return sorted(seen)  # a term is numbered when it is made, behind its parts
+        return sorted(seen)  # a term is numbered when it is created, after its parts
 
     def instances(self, body: Sequence[int], values: dict[int, int]) -> None:
-        """Put into `values`, for each term of `body`, the one that has in place of its parts what `values` says."""
+        """Substitute `values` in each term of `body`, in order, and add the resulting terms to `values`."""
         keys, terms, simplified, given = self.keys, self._terms, self._simplified, values.get
         for term in body:
             key = keys[term]
@@ -107,7 +107,7 @@ class Terms:
         return term
 
     def _simpler(self, key: Key) -> int | None:
-        """The term that `key` comes to; None if it is one of its own."""
+        """Return the term that `key` simplifies to; None if it does not."""
         head = key[0]
         if head == ITEM:
             pair, index = self.keys[key[1]], self.keys[key[2]]
@@ -132,14 +132,14 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """What stands for any term, and for the same one wherever it stands."""
+    """A variable of a pattern: matches any term, and the same term at each occurrence."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """An operation and what it is applied to, or a leaf; strings as in keys."""
+    """An operation with its arguments, or a leaf; strings as in keys."""
 
     head: Any
     parts: tuple[Variable | Applied | str, ...]
@@ -150,16 +150,16 @@ Pattern = Variable | Applied
 
 @dataclass(frozen=True)
 class Rule:
-    """`pattern` counts as `replacement`, in what was traced and in what runs.
+    """`pattern` counts as equal to `replacement`, in the traced step and in the program.
 
     Attributes:
-        name: What `explain()` calls it.
+        name: The name of the rule in `explain()`.
         pattern: A call as programs are printed: `aten.mul.Tensor(x, 1.0)`.
-        replacement: A variable of the pattern, or a call that is smaller than the pattern.
+        replacement: A variable of the pattern, or a call, with a shorter text than the pattern.
 
     Raises:
-        PipelineError: the texts are no such calls, or the replacement has a variable that the pattern has not, or does
-            not end: its own pattern is in it.
+        PipelineError: a text is not such a call, or the replacement has a variable that the pattern lacks, or is no
+            shorter than the pattern, so that rewriting might not terminate.
     """
 
     name: str
@@ -190,7 +190,7 @@ class Rule:
 
 
 def match(pattern: Pattern, key: Key, keys: Sequence[Key]) -> dict[str, Key] | None:
-    """The keys that the variables of `pattern` stand for where it is `key`; None where it is not."""
+    """Return the keys of the variables of `pattern` if it matches `key`, else None."""
     found: dict[str, Key] = {}
     return found if _matches(pattern, key, keys, found) else None
 
@@ -249,39 +249,39 @@ def _pattern(expression: ast.expr) -> Pattern:
 # -- text -------------------------------------------------------------------------------------------------------------
 
 DEPTH = 3
-"""Operations within each other that are written out of a term."""
+"""Depth of nested operations to which a term is printed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Two terms of which one stands where the other should, within terms that agree so far."""
+    """The first position at which two terms differ: the term found there and the term wanted."""
 
     found: int
     wanted: int
     around: tuple[int, int] | None
-    """What the two are parts of; None if they are all."""
+    """The terms that the two are parts of; None if they are the whole terms."""
 
 
 def parted(found: int, wanted: int, terms: Terms, traced: int) -> Parting:
-    """Where two different terms part, looked for in the first of their parts that differ.
+    """Find where two different terms differ, descending into the first arguments that do.
 
-    What is the term of another value that was traced, of the first `traced` ones in the table, is not looked into:
-    it has taken the place of what is wanted.
+    A term of the traced step, one of the first `traced` ones in the table, is not descended into: it is another traced
+    value, used in place of the wanted one.
     """
     around = None
     while True:
-        one, other = terms.keys[found], terms.keys[wanted]
+        found_key, wanted_key = terms.keys[found], terms.keys[wanted]
         if found < traced:
             return Parting(found, wanted, around)
-        differing = [(a, b) for a, b in zip(one, other, strict=False) if a != b]
+        differing = [(a, b) for a, b in zip(found_key, wanted_key, strict=False) if a != b]
         pairs = [(a, b) for a, b in differing if type(a) is int and type(b) is int]
-        if len(one) != len(other) or len(pairs) != len(differing):
+        if len(found_key) != len(wanted_key) or len(pairs) != len(differing):
             return Parting(found, wanted, around)
         around, (found, wanted) = (found, wanted), pairs[0]
 
 
 def term_text(term: int, terms: Terms, names: dict[int, str], depth: int = DEPTH) -> str:
-    """A term as a call, `mm(x, t(layers.0.weight))`, cut off with dots; `names` has those of inputs."""
+    """Return a term as a call, `mm(x, t(layers.0.weight))`, cut off with dots; `names`: the names of inputs."""
     if term in names:
         return names[term]
     head, *parts = terms.keys[term]
@@ -303,7 +303,7 @@ def term_text(term: int, terms: Terms, names: dict[int, str], depth: int = DEPTH
 def _leaf_text(kind: str, which: list[str]) -> str:
     if kind == "parameter":
         return which[0]
-    if kind == "graph":  # of a higher-order operation, all of its text
+    if kind == "graph":  # the whole text of a higher-order operation's graph
         return f"graph {hashlib.sha256(which[0].encode()).hexdigest()[:8]}"
     return f"{which[0]} ({kind})" if kind in ("updated parameter", "no value") else " ".join([kind, *which])
 

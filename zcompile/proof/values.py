@@ -1,9 +1,9 @@
-"""The fact that a program computes what was traced: translation validation by terms.
+"""The fact that a program computes the traced step: translation validation by terms.
 
 Each program is compared with the traced step, not with the program before the last pass (Pnueli, Siegel and Singerman,
-"Translation Validation", TACAS 1998): what it returns, the gradients of its inputs, for each parameter with a gradient
-the mean of it, what it writes to inputs, and how many random numbers it draws. What passes say beside a program (which
-parameters are unused or frozen, what is the same on all ranks) is found out from the traced step again.
+"Translation Validation", TACAS 1998): its results, the gradients of its inputs, the mean gradient of each parameter
+that has one, its writes to inputs, and the number of its random draws. Claims that passes attach to a program (which
+parameters are unused or frozen, which values are the same on all ranks) are derived from the traced step again.
 
 A rank of a pipeline computes its part of a step, for every micro-batch:
 
@@ -12,11 +12,11 @@ A rank of a pipeline computes its part of a step, for every micro-batch:
     m0_y = region_1(b, m0_h)
     m0_dh_sent = send(m0_dh, pp, to=0, message="m0_dh")               # must be what was traced as dh
 
-The step was traced once, of one micro-batch. What a rank receives is taken to be the value of that name; what it sends
-must be it. So if this holds of all ranks, and what they send and receive fits together without a circle
-(`zcompile.proof.ranks`), all of them together compute what was traced. Gradients are sums over the micro-batches in
-their order: of averages over the ranks that shard under stages 2 and 3, else of gradients, in the dtype in which these
-are averaged; the sum is averaged over all others.
+The step was traced once, with one micro-batch. A received value is assumed to be the value that the message names; a
+sent value must be it. So if this holds for all ranks, and their messages fit together without deadlock
+(`zcompile.proof.ranks`), together they compute the traced step. Summed over micro-batches, in order, are averages over
+the sharding ranks under stages 2 and 3, else local gradients, in the dtype in which they are averaged. The sum is then
+averaged over the remaining ranks.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from zcompile.proof.terms import CONSTANT, DRAW, ITEM, LIST, Key, Rule, Terms, p
 from zcompile.torch_internals.operators import OpOverload, writes_arguments
 
 Compared = tuple[str, fx.Node | None, int, int]
-"""What is compared: what it is, the line that gives it, the term that was found and the one that was traced."""
+"""A comparison: what is compared, the line that computes it, the term found, and the traced term."""
 
 
 Values = Mapping[int, int]
-"""By a term of the traced step, what that is for one micro-batch."""
+"""A map from terms of the traced step to terms for one micro-batch."""
 
 
 @dataclass(frozen=True)
 class TracedTerms:
-    """A traced step, and its terms with some rules; made once for all programs that are compared with it."""
+    """A traced step and its terms under some rules; computed once for all programs that are compared with it."""
 
     traced: Program
     rules: tuple[Rule, ...] = ()
@@ -65,12 +65,12 @@ class TracedTerms:
 
     @property
     def table(self) -> Terms:
-        """The terms, and those of all programs that are compared with it."""
+        """The table of terms, which includes those of all programs that are compared with the step."""
         return self.step.terms
 
     @property
     def count(self) -> int:
-        """How many terms were traced: the first ones in the table."""
+        """The number of terms of the traced step, which are the first ones in the table."""
         return self._evaluated[1]
 
     @cached_property
@@ -80,28 +80,28 @@ class TracedTerms:
 
     @cached_property
     def marked(self) -> frozenset[int]:
-        """What the step begins with that is the same on all tensor-parallel ranks."""
+        """Terms that are the same on all tensor-parallel ranks: see `marked`."""
         return marked(self.traced, self.step.values)
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """What terms of inputs are called."""
+        """The names of inputs, by term."""
         values = ((node, self.step.values[node]) for node in self.traced.nodes(Input))
         return {term: node.name for node, term in values if isinstance(term, int)}
 
     @cached_property
     def shared(self) -> Sequence[tuple[bool, int] | None]:
-        """What results share their memory with."""
+        """What each result shares memory with."""
         return shared_results(self.traced)
 
 
 @dataclass(frozen=True)
 class ExpectedValues:
-    """What programs that passes make of a traced step have to compute.
+    """The values that programs made from a traced step must compute.
 
     Attributes:
         terms: The terms of the traced step.
-        layout: How programs are laid out.
+        layout: The layout that programs must have.
     """
 
     terms: TracedTerms
@@ -109,7 +109,7 @@ class ExpectedValues:
     claim: ClassVar[str] = "values as they were traced"
 
     def modulo(self, rules: Sequence[Rule]) -> Self:
-        """The same where these rules say what counts as equal, too."""
+        """Return the same expectation with these rules added."""
         every = tuple(dict.fromkeys((*self.terms.rules, *rules)))
         return self if every == self.terms.rules else replace(self, terms=TracedTerms(self.terms.traced, every))
 
@@ -119,7 +119,7 @@ class ExpectedValues:
         return Fact(f"{self.claim}{named}", self.violations)
 
     def violations(self, program: Program) -> Iterator[Violation]:
-        """Where `program` computes something else than was traced, or says what does not hold."""
+        """Yield where `program` computes something other than the traced step, or makes a false claim."""
         yield from self._mistaken_claims(program)
         try:
             step = StepTerms(program, self.terms.step.regions, self._received)
@@ -134,37 +134,37 @@ class ExpectedValues:
 
     @property
     def _received(self) -> Mapping[str, int]:
-        """What other ranks send, by the message."""
+        """The terms of values that other ranks send, by message."""
         return {}
 
     @property
     def _drawn(self) -> tuple[int, str]:
-        """How many random draws there are to be, and in what."""
+        """The expected number of random draws, and what has that many, for the error."""
         raise NotImplementedError
 
     def _differences(self, step: StepTerms) -> Iterator[Violation]:
-        """Where a program gives something else than was traced."""
+        """Yield results that differ from the traced step."""
         raise NotImplementedError
 
     def _effects(self, step: StepTerms) -> Iterator[Violation]:
-        """Where it does something else beside."""
+        """Yield effects other than results that differ from the traced step."""
         raise NotImplementedError
 
     def _inside(self, param: Param, gradient: int) -> int:
-        """What averaging over the ranks that shard makes of a gradient."""
+        """Return the term of a gradient averaged over the sharding ranks."""
         scatter = self.layout.stage.optimizer_sharded
         axis = self.layout.sharded.name
         return mean_of(self.terms.table, param, axis, gradient, param.reduce_dtype, scatter=scatter)
 
     def _outside(self, param: Param, average: int) -> int:
-        """What averaging over replicas, where there are any, makes of an average inside."""
+        """Return the term of an inner average averaged over replicas, if there are any."""
         dtype, wire, scatter = param.reduce_dtype, param.outer_dtype, self.layout.has_secondary
         for axis in self.layout.outside:
             average = mean_of(self.terms.table, param, axis.name, average, dtype, scatter=scatter, wire=wire)
         return average
 
     def _mistaken_claims(self, program: Program) -> Iterator[Violation]:
-        """What does not hold of what a program says of its parameters and its layout."""
+        """Yield false claims of a program about its parameters and its layout."""
         layout = program.layout
         unused = {*layout.trainable} - self.terms.traced.results.gradients.keys()
         if program.unused != unused:
@@ -187,10 +187,10 @@ class ExpectedValues:
 
 @dataclass(frozen=True)
 class TracedValues(ExpectedValues):
-    """What programs of a whole step have to compute.
+    """The values that programs of a whole step must compute.
 
     Attributes:
-        holds_back: True for programs that hold gradients back, for backwards under `no_sync`.
+        holds_back: True for programs that accumulate gradients instead of reducing them, as under `no_sync`.
     """
 
     holds_back: bool = False
@@ -220,7 +220,7 @@ class TracedValues(ExpectedValues):
         yield from self._newly_shared(step.program)
 
     def _untraced(self, step: StepTerms) -> Iterator[Violation]:
-        """Operations that may do more than their schema says, and were not traced with what they are given."""
+        """Yield operations with possible undeclared effects that were not traced with these arguments."""
         for node, name, term in step.opaque:
             if term >= self.terms.count and is_opaque(step.terms.keys[term][0]):
                 problem = f"{name}, {self._text(term)}, was not traced, and it is not known all that it does"
@@ -233,7 +233,7 @@ class TracedValues(ExpectedValues):
                 yield Violation(node, f"{value} is not known to be the same on all ranks, of which each keeps a shard")
 
     def _newly_shared(self, program: Program) -> Iterator[Violation]:
-        """A result that shows the memory of an input, or of another result, as it did not when it was traced."""
+        """Yield results that share memory with an input or another result, unlike in the traced step."""
         results = [*program.results.outputs, *program.results.input_gradients]
         for value, now, before in zip(results, shared_results(program), self.terms.shared, strict=False):
             if now != before and now is not None:
@@ -250,12 +250,12 @@ class TracedValues(ExpectedValues):
         ):
             if len(found) != len(wanted):
                 yield f"the number of {what}s", None, step.term(len(found)), step.term(len(wanted))
-            for one, other in zip(found, wanted, strict=False):
-                line = one if isinstance(one, fx.Node) else None
-                yield f"{what} {line.name if line else one}", line, step.term(one), self.terms.step.term(other)
+            for value, traced in zip(found, wanted, strict=False):
+                line = value if isinstance(value, fx.Node) else None
+                yield f"{what} {line.name if line else value}", line, step.term(value), self.terms.step.term(traced)
 
     def _gradients(self, step: StepTerms) -> Iterator[Compared]:
-        """The gradients of parameters: averaged, or as they are until reductions are inserted."""
+        """Yield comparisons of the gradients of parameters: averaged, or local before reductions are inserted."""
         wanted, raw = self.terms.traced.results.gradients, step.program.results.gradients
         none = step.term(None)
         for name in dict.fromkeys((*wanted, *raw, *step.gradients)):
@@ -269,7 +269,7 @@ class TracedValues(ExpectedValues):
                 yield what, line, term, averaged
 
     def _repeated(self, step: StepTerms) -> Iterator[Violation]:
-        """Gradients that are handed back more than once."""
+        """Yield gradients that are returned more than once."""
         traced = self.terms.traced.results.gradients
         for name, found in step.gradients.items():
             wanted = self._averaged(step, name, self.terms.step.term(traced.get(name)))
@@ -279,7 +279,7 @@ class TracedValues(ExpectedValues):
                 yield Violation(line, f"the gradient of {name} is handed back {len(found)} times, by {by}; want once")
 
     def _averaged(self, step: StepTerms, name: str, gradient: int) -> int:
-        """What is handed to the optimizer for a gradient of this rank's."""
+        """Return the term of what the optimizer must receive for a local gradient."""
         param = self.layout.param(name)
         if self.holds_back:
             return step.terms.make((HELD_BACK, str(param.dtype), gradient))
@@ -292,7 +292,7 @@ class TracedValues(ExpectedValues):
             yield "what is written in place", None, found, wanted
 
     def _difference(self, step: StepTerms, what: str, line: fx.Node | None, found: int, wanted: int) -> Violation:
-        """The line that computes what differs first, and what was traced there."""
+        """Return the violation that names the first line that differs, and what was traced there."""
         terms, none = step.terms, step.term(None)
         if found == none:
             line = line or step.line_of(wanted)
@@ -307,7 +307,7 @@ class TracedValues(ExpectedValues):
             differs = f"want {self._text(outer)}"
         else:
             mine, theirs = self._text(place.found), self._text(place.wanted)
-            if mine == theirs:  # as of a parameter in two dtypes, or of terms that differ deep inside
+            if mine == theirs:  # such as a parameter in two dtypes, or terms that differ below the printed depth
                 mine, theirs = (" ".join(map(str, terms.keys[term][1:])) for term in (place.found, place.wanted))
             differs = f"with {mine} in place of {theirs}"
         return Violation(
@@ -318,16 +318,16 @@ class TracedValues(ExpectedValues):
         return term_text(term, self.terms.table, self.terms.names)
 
     def _source(self, term: int) -> str:
-        """The layer that a term was traced in."""
+        """Return the layer that a term was traced in, for the error."""
         line = self.terms.step.line_of(term)
         return f" (traced in {data(line).source})" if line is not None and data(line).source else ""
 
 
 def computes(traced: Program) -> Fact:
-    """The fact that a program computes what `traced` does, a step as it was traced; for `zcompile.verify`.
+    """Return the fact that a program computes the same as the traced step `traced`, for `zcompile.verify`.
 
     Raises:
-        ProofError: passes have been over that: it communicates.
+        ProofError: `traced` communicates, so passes have already changed it.
     """
     if traced.nodes(Communication):
         fix = "give it the step as it was traced: compiled.journals[0].entries[0].before"
@@ -335,19 +335,19 @@ def computes(traced: Program) -> Fact:
     return TracedValues.of(traced).fact
 
 
-# -- the step of a rank of a pipeline ---------------------------------------------------------------------------------
+# -- the step of a pipeline rank --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter that several stages read, of which one keeps it.
+    """A parameter that several stages read and one of them keeps.
 
     Attributes:
-        name: The parameter's.
+        name: The name of the parameter.
         value: Its name in the traced step.
         home: The stage that keeps it.
-        readers: The others that read it.
-        parts: By stage the values of the traced step whose sum is its gradient there, as far as it has one.
+        readers: The other stages that read it.
+        parts: By stage, the values of the traced step whose sum is its gradient there; only stages that have one.
     """
 
     name: str
@@ -359,13 +359,15 @@ class SharedParameter:
 
 @dataclass(frozen=True)
 class RankValues(ExpectedValues):
-    """What programs of a rank's step have to compute; the traced step is of one micro-batch, `layout` of its own units.
+    """The values that programs of a rank's step must compute; the traced step has one micro-batch.
+
+    `layout` has only the rank's own units.
 
     Attributes:
-        microbatches: How many there are.
-        results: What its programs return, in order: results of the traced step by number, and of which micro-batch.
-        received: Names of the values that other ranks send, and how many of its stages are sent each.
-        draws: What each random draw is, in order: of which micro-batch, and the number of the traced one.
+        microbatches: The number of micro-batches.
+        results: The results of its programs, in order: (number in the traced step, micro-batch).
+        received: Names of the values that other ranks send, and how many stages of this rank receive each.
+        draws: The random draws of its programs, in order: (micro-batch, number in the traced step).
     """
 
     claim = "values of each micro-batch as they were traced"
@@ -374,12 +376,12 @@ class RankValues(ExpectedValues):
     received: Mapping[str, int]
     draws: tuple[tuple[int, int], ...] = ()
     returned: frozenset[str] = frozenset()
-    """Names of values of its own that come back to it, by way of a stage between two of this rank's."""
+    """Names of values of this rank that it receives back, through another rank's stage between two of its own."""
     shared: tuple[SharedParameter, ...] = ()
     written: Mapping[int, int] = field(default_factory=dict)
-    """By the number of each result that is the new value of a buffer, which input that is."""
+    """Maps the number of each result that is the new value of a buffer to the number of that input."""
     writes: tuple[tuple[int, int], ...] = ()
-    """What its programs write to buffers, in order: the result that is the new value, and of which micro-batch."""
+    """The writes of its programs to buffers, in order: (number of the result with the new value, micro-batch)."""
 
     @property
     def _drawn(self) -> tuple[int, str]:
@@ -406,10 +408,10 @@ class RankValues(ExpectedValues):
             if term not in known and is_opaque(step.terms.keys[term][0]):
                 yield Violation(node, f"{label(node)} computes {name}, which was not traced so")
 
-    # -- what was traced, for each micro-batch ----------------------------------------------------------------------
+    # -- the traced step, for each micro-batch ----------------------------------------------------------------------
 
     def _term(self, name: str) -> int:
-        """The term of a value of the traced step."""
+        """Return the term of a value of the traced step."""
         return self.terms.step.term(self._nodes[name])
 
     @cached_property
@@ -424,9 +426,9 @@ class RankValues(ExpectedValues):
         return found
 
     def _of_microbatch(self, number: int, before: Values) -> Values:
-        """What each term of the traced step is for a micro-batch; what follows from what is received is left out.
+        """Map terms of the traced step to terms for a micro-batch; a received value is a leaf.
 
-        Buffers that are written to hold what they did behind the micro-batch `before`.
+        Buffers that are written to have their values after the previous micro-batch, from the map `before`.
         """
         step, terms = self.terms.step, self.terms.table
         values: dict[int, int] = {}
@@ -447,19 +449,19 @@ class RankValues(ExpectedValues):
 
     @cached_property
     def _once(self) -> dict[str, int]:
-        """By message what is sent once a step: values of parameters, and sums of their gradients."""
+        """The terms of messages sent once per step: values of shared parameters, and sums of their gradients."""
         result: dict[str, int] = {}
-        for one in self.shared:
-            for reader in one.readers:
-                result[f"stage{reader}_{one.value}"] = self._term(one.value)
-                if reader in one.parts:
-                    dtype = self.terms.traced.layout.param(one.name).sum_dtype
-                    total = sum_of(self.terms.table, self._part(one, reader), dtype)
-                    result[f"stage{reader}_{one.value}_grad"] = total
+        for param in self.shared:
+            for reader in param.readers:
+                result[f"stage{reader}_{param.value}"] = self._term(param.value)
+                if reader in param.parts:
+                    dtype = self.terms.traced.layout.param(param.name).sum_dtype
+                    total = sum_of(self.terms.table, self._part(param, reader), dtype)
+                    result[f"stage{reader}_{param.value}_grad"] = total
         return result
 
     def _part(self, shared: SharedParameter, stage: int) -> list[int]:
-        """What a stage computes of the gradient of a parameter that others read, too, for each micro-batch."""
+        """Return a stage's part of the gradient of a shared parameter, for each micro-batch."""
         terms, result = self.terms.table, []
         for number in range(self.microbatches):
             first, *others = (self._of_microbatch_at(number, name) for name in shared.parts[stage])
@@ -469,7 +471,7 @@ class RankValues(ExpectedValues):
         return result
 
     def _of_microbatch_at(self, number: int, name: str) -> int:
-        """A value of the traced step for a micro-batch, whether this rank computes it or another one does."""
+        """Return the term of a traced value for a micro-batch, also if another rank computes it."""
         term = self._term(name)
         found = self._values[number].get(term)
         return self.terms.table.make(("elsewhere", name, str(number))) if found is None else found
@@ -482,7 +484,7 @@ class RankValues(ExpectedValues):
     # -- comparisons ------------------------------------------------------------------------------------------------
 
     def _written(self, step: StepTerms) -> Iterator[Violation]:
-        """What is written in place is what was, of each micro-batch in its order."""
+        """Yield writes to buffers that differ from those of the traced step, repeated for each micro-batch in order."""
         if step.written:
             yield Violation(None, "a region writes to a value in place; none did, in the traced step")
         if len(step.buffers) != len(self.writes):
@@ -497,16 +499,16 @@ class RankValues(ExpectedValues):
                 yield Violation(node, f"{problem}: {self._text(step, term)}")
 
     def _mistaken_shares(self) -> Iterator[Violation]:
-        """The gradients that stages compute of a parameter which several read are all of the traced one, each once."""
-        for one in self.shared:
-            gradient = self.terms.traced.results.gradients.get(one.name)
-            parts = [name for names in one.parts.values() for name in names]
+        """Yield shared parameters whose traced gradient is not exactly the sum of the parts that stages compute."""
+        for param in self.shared:
+            gradient = self.terms.traced.results.gradients.get(param.name)
+            parts = [name for names in param.parts.values() for name in names]
             found = [] if gradient is None else [node.name for node in _added(gradient, set(parts))]
             if sorted(found) != sorted(parts):
-                yield Violation(None, f"the gradient of {one.name} is the sum of {found}; stages compute {parts}")
+                yield Violation(None, f"the gradient of {param.name} is the sum of {found}; stages compute {parts}")
 
     def _messages(self, step: StepTerms) -> Iterator[Violation]:
-        """What is sent is what its message says; nothing else is received, and nothing twice."""
+        """Yield sent values that are not what their message names, and unexpected or repeated receives."""
         yield from self._mistaken_shares()
         for node in step.program.nodes(Send):
             message, wanted = op_of(node, Send).message, None
@@ -537,7 +539,7 @@ class RankValues(ExpectedValues):
             yield from self._compared(step, f"result {result} of micro-batch {number}", output, wanted)
 
     def _gradients(self, step: StepTerms) -> Iterator[Violation]:
-        """The gradients of this rank's parameters: of each micro-batch, until they are reduced; then their sums."""
+        """Yield differences in the gradients of this rank's parameters: per micro-batch until they are reduced."""
         traced, raw = self.terms.traced.results.gradients, step.program.results.gradients
         for name in self.layout.trainable:
             if name not in traced:
@@ -563,7 +565,7 @@ class RankValues(ExpectedValues):
                 yield Violation(step.gradients[name][0][0], f"a gradient of {name} is handed back; want none")
 
     def _each(self, name: str) -> list[int]:
-        """What is added up to the gradient of a parameter of this rank's: of each micro-batch, then other stages'."""
+        """Return the summands of a parameter's gradient, in order: of each micro-batch, then of other stages."""
         shared = next((one for one in self.shared if one.name == name), None)
         if shared is None:
             gradient = self.terms.step.term(self.terms.traced.results.gradients[name])
@@ -595,7 +597,7 @@ class RankValues(ExpectedValues):
 
 
 def _added(gradient: fx.Node, parts: Collection[str]) -> Iterator[fx.Node]:
-    """What a traced gradient is the sum of, as far as it is one of `parts`."""
+    """Yield the summands of a traced gradient; values in `parts` are not divided further."""
     if gradient.name in parts or gradient.target is not torch.ops.aten.add.Tensor or gradient.kwargs:
         yield gradient
         return
@@ -603,18 +605,18 @@ def _added(gradient: fx.Node, parts: Collection[str]) -> Iterator[fx.Node]:
         yield from _added(summand, parts)
 
 
-# -- what programs say ------------------------------------------------------------------------------------------------
+# -- claims of programs -----------------------------------------------------------------------------------------------
 
 
 def _layout_text(value: Any) -> str:
-    """What a layout says of its stage or its axes."""
+    """Return the text of a field of a layout, such as its stage or its axes."""
     if isinstance(value, tuple):
         return ", ".join(f"{axis.name}: {axis}" for axis in value)
     return str(getattr(value, "number", value))
 
 
 def _inputs(program: Program) -> list[Input]:
-    """What a program is given, each kind in its order."""
+    """Return the inputs of a program, sorted by kind, each kind in order."""
     return sorted((op_of(node, Input) for node in program.nodes(Input)), key=lambda given: given.kind)
 
 
@@ -622,27 +624,27 @@ def _inputs(program: Program) -> list[Input]:
 
 
 def marked(traced: Program, values: Mapping[fx.Node, Value]) -> frozenset[int]:
-    """The terms that a traced step begins with, or that its collectives give, and that are marked as replicated.
+    """Return the terms of inputs, parameters and collectives of a traced step that are marked as replicated.
 
-    Marked are arguments of the call, undivided parameters, buffers, and collectives that give all ranks one result.
-    Marks of passes do not count.
+    These are arguments of the call, undivided parameters, buffers, and collectives that return the same on all ranks.
+    Marks set by passes do not count.
     """
     origins = (n for n in traced.graph.nodes if isinstance(data(n).op, (Input, Parameter)) or is_collective(n))
     return frozenset(term for n in origins if data(n).replicated and isinstance(term := values[n], int))
 
 
 def is_replicated(term: int, origins: Collection[int], terms: Terms) -> bool:
-    """True if a term is made of `origins` alone, by operations that give all ranks the same for the same."""
+    """Return True if a term is computed from `origins` alone by deterministic operations."""
     known: set[int] = set()
     for part in terms.below([term]):
         key = terms.keys[part]
-        if part in origins or (_is_function(key) and all(one in known for one in key[1:] if type(one) is int)):
+        if part in origins or (_is_function(key) and all(arg in known for arg in key[1:] if type(arg) is int)):
             known.add(part)
     return term in known
 
 
 def _is_function(key: Key) -> bool:
-    """True for what follows from its parts; memory that is not written yet holds what was there before."""
+    """Return True for a value determined by its parts; `empty` is not, as its memory has arbitrary content."""
     head = key[0]
     if not isinstance(head, OpOverload):
         return head in (CONSTANT, LIST, ITEM)
