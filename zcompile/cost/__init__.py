@@ -1,1 +1,1 @@
-"""What a program costs: bytes, FLOPs and seconds, predicted and measured."""
+"""The cost of a program: bytes, FLOPs and seconds, predicted and measured."""

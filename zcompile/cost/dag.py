@@ -1,4 +1,4 @@
-"""The outer program as a networkx graph, with what each line costs."""
+"""The outer program as a networkx graph, with the cost of each line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from zcompile.ir.program import Program
 
 
 def dag(program: Program, hardware: Hardware = CPU) -> nx.DiGraph[str]:
-    """The outer program as a networkx graph.
+    """Return the outer program as a networkx graph.
 
-    Nodes are the names of the program's values with `op`, `phase`, `source`, `bytes` (new memory), `flops` and
-    `seconds` (by the roofline or the alpha-beta model of `hardware`). Edges are data dependencies, and
-    `order=True` where one collective is issued after another on the same group.
+    Nodes are the names of the program's values, with the attributes `op`, `phase`, `source`, `bytes` (allocated by the
+    line), `flops` and `seconds` (by the roofline or the alpha-beta model of `hardware`). Edges are data dependencies;
+    edges with `order=True` join each collective to the next one that is issued.
     """
     graph: nx.DiGraph[str] = nx.DiGraph()
     order: list[str] = []

@@ -1,4 +1,4 @@
-"""A model divided into pipeline stages: what each takes, and what it gives the others, from what its units take."""
+"""A model divided into pipeline stages: the cost of each stage and its messages, from the costs of its units."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from zcompile.ir.ops import AllGather, Reduce
 
 @dataclass(frozen=True)
 class PartCost:
-    """One part of a unit's step."""
+    """The cost of one part of a unit's step: its forward, its backward, or a half of that."""
 
     seconds: float = 0.0
     peak: int = 0
-    """The most bytes of what the unit computes that are there in it, those from earlier parts included."""
+    """Peak bytes of values that the unit computes, including those saved by earlier parts."""
     reads: bool = False
     """True if it reads the unit's parameters."""
 
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What a unit takes for one micro-batch.
+    """The cost of a unit for one micro-batch.
 
     Attributes:
-        units: Its parameters, with the messages that they travel in, by the names of the first unit that is equal.
-        flops: Of its forward and backward.
-        parts: By kind of action.
-        saved: Bytes that its backward needs of the forward, by value.
-        left: Bytes that gradients of weights need, by value, once those of inputs have been computed.
-        inputs: Bytes of each value that earlier units give it.
-        tangents: Bytes of each gradient that later units give it.
-        ahead: Bytes of each value that a later unit needs, with the number of that unit.
-        back: Likewise of gradients that an earlier unit needs.
-        lent: Bytes of the parameters that other units read, with the number of each such unit.
+        units: Its parameters and messages, under the names of the first equal unit.
+        flops: FLOPs of its forward and backward.
+        parts: The cost of each kind of action.
+        saved: Bytes of each value of the forward that its backward needs.
+        left: Bytes of each value that gradients of weights still need after gradients of inputs.
+        inputs: Bytes of each value from earlier units.
+        tangents: Bytes of each gradient from later units.
+        ahead: For each value that a later unit needs, the number of that unit and the bytes.
+        back: The same for gradients that an earlier unit needs.
+        lent: By the number of each other unit that reads parameters of this one, the bytes of these.
     """
 
     units: tuple[Unit, ...]
@@ -57,13 +57,13 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """What all units of a traced step take, in order.
+    """The costs of all units of a traced step, in order.
 
     Attributes:
-        names: Of the units.
-        work: Seconds by which stages are balanced.
-        units: As they are asked for.
-        plain: With all that is saved, where `units` compute it again; else the same.
+        names: The names of the units.
+        work: Seconds of each unit, by which stages are balanced.
+        units: The costs with the requested activation checkpointing.
+        plain: The costs without checkpointing.
     """
 
     names: tuple[str, ...]
@@ -73,23 +73,24 @@ class PipelineCosts:
 
     @property
     def flops(self) -> int:
-        """Of one micro-batch, without what is computed again."""
+        """FLOPs of one micro-batch, without recomputation."""
         return sum(unit.flops for unit in self.plain)
 
 
 WEIGHTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
-"""The actions that give gradients of weights."""
+"""The kinds of actions that compute gradients of weights."""
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """The units of one stage."""
+    """The costs of the units of one stage, and of its messages."""
 
     units: tuple[UnitCost, ...]
     layouts: tuple[UnitLayout, ...]
     ahead: Mapping[int, int]
-    """Bytes that each later stage is sent."""
+    """Bytes sent to each later stage, per micro-batch."""
     back: Mapping[int, int]
+    """Bytes sent to each earlier stage, per micro-batch."""
     borrowed: int
     """Bytes of parameters of other stages that it reads."""
     is_first: bool
@@ -98,13 +99,13 @@ class StageCost:
         return sum(self.part(unit, kind).seconds for unit in self.units)
 
     def part(self, unit: UnitCost, kind: ActionKind) -> PartCost:
-        """What a unit takes in an action. The first stage divides no backward: nobody waits for what it gives."""
+        """Return the cost of a unit in an action. The first stage never divides its backward: no stage waits for it."""
         if self.is_first and kind is ActionKind.BACKWARD_INPUT:
             return PartCost()
         return unit.parts[ActionKind.BACKWARD if self.is_first and kind is ActionKind.BACKWARD_WEIGHT else kind]
 
     def in_order(self, action: Action, zero: Stage) -> list[tuple[UnitCost, UnitLayout, bool]]:
-        """The units in the order in which they compute in an action, and whether each is gathered for it."""
+        """Return the units in the order in which an action computes them, and whether it gathers each."""
         forward, each = action.kind is ActionKind.FORWARD, zero.parameters_sharded
         once = forward and action.microbatch == 0
         pairs = list(zip(self.units, self.layouts, strict=True))
@@ -122,43 +123,43 @@ class StageCost:
         return self.saved if self.is_first else {n: b for unit in self.units for n, b in unit.left.items()}
 
     def needs(self, unit: UnitCost, kind: ActionKind) -> Mapping[str, int]:
-        """What a backward of a unit finds."""
+        """Return the bytes of each saved value that a backward of a unit needs."""
         return unit.left if kind is ActionKind.BACKWARD_WEIGHT and not self.is_first else unit.saved
 
 
 def may_gather(action: Action, zero: Stage) -> bool:
-    """False for actions that read what has been gathered for others."""
+    """Return False for actions that only read parameters gathered by earlier actions."""
     return zero.parameters_sharded or (action.kind is ActionKind.FORWARD and action.microbatch == 0)
 
 
 @dataclass(frozen=True)
 class PipelineSetting:
-    """The ranks that a model is divided over, and how: all that forecasts of several schedules have in common."""
+    """The ranks and options that forecasts of several schedules have in common."""
 
     costs: PipelineCosts
     hardware: Hardware
     stage: Stage
     axes: tuple[Axis, ...]
-    """Of the ranks that have the same units, with the one of tensor parallelism."""
+    """The axes of the ranks that have the same units, including the tensor-parallel axis."""
     pipeline: Axis
     prefetch: int = 2
 
     @property
     def size(self) -> int:
-        """Ranks that have the same units."""
+        """The number of ranks that shard the same units."""
         return next(axis.size for axis in self.axes if axis.kind is AxisKind.SHARD)
 
     @cached_property
     def layouts(self) -> list[UnitLayout]:
-        """Of each unit of the model."""
+        """The layout of each unit of the model."""
         done: dict[int, UnitLayout] = {}
         for cost in self.costs.units:
-            if id(cost.units) not in done:  # equal units share what was measured
+            if id(cost.units) not in done:  # equal units share the measured parameters
                 done[id(cost.units)] = UnitLayout.of(cost.units, self.stage, self.axes, self.hardware)
         return [done[id(cost.units)] for cost in self.costs.units]
 
     def at(self, table: ActionTable, starts: Sequence[int]) -> DividedPipeline:
-        """A step of this schedule, with stages that begin with the units of these numbers."""
+        """Return the model divided into stages that begin with the units numbered `starts`, run by `table`."""
         return DividedPipeline(self, table, tuple(self._stage_costs(table, starts)))
 
     def _stage_costs(self, table: ActionTable, starts: Sequence[int]) -> list[StageCost]:
@@ -168,7 +169,7 @@ class PipelineSetting:
         for stage in range(table.stages):
             begin, end = bounds[stage], bounds[stage + 1]
             units = list(self.costs.units[begin:end])
-            if stage in table.at_once:  # what has just been computed is not computed again
+            if stage in table.at_once:  # the last unit's backward follows at once: it is not recomputed
                 units[-1] = self.costs.plain[end - 1]
             lent = (unit.lent.get(reader, 0) for unit in self.costs.units for reader in range(begin, end))
             own = (unit.lent.get(reader, 0) for unit in units for reader in range(begin, end))
@@ -176,8 +177,8 @@ class PipelineSetting:
                 StageCost(
                     tuple(units),
                     tuple(self.layouts[begin:end]),
-                    _between(stage, (one for unit in units for one in unit.ahead.values()), home),
-                    _between(stage, (one for unit in units for one in unit.back.values()), home),
+                    _between(stage, (value for unit in units for value in unit.ahead.values()), home),
+                    _between(stage, (value for unit in units for value in unit.back.values()), home),
                     sum(lent) - sum(own),
                     stage == 0,
                 )
@@ -187,7 +188,7 @@ class PipelineSetting:
 
 @dataclass(frozen=True)
 class DividedPipeline:
-    """A model divided into stages, that a schedule runs."""
+    """A model divided into stages, with the schedule that runs them."""
 
     setting: PipelineSetting
     table: ActionTable
@@ -195,7 +196,7 @@ class DividedPipeline:
 
     @cached_property
     def senders(self) -> Mapping[bool, Sequence[Sequence[int]]]:
-        """For each stage the stages that send to it: True for the forward, False for the backward."""
+        """For each stage, the stages that send to it, in the forward (True) and in the backward (False)."""
         found: dict[bool, list[list[int]]] = {way: [[] for _ in self.stages] for way in (True, False)}
         for number, stage in enumerate(self.stages):
             for to in stage.ahead:
@@ -205,23 +206,24 @@ class DividedPipeline:
         return found
 
     def layouts_of(self, rank: int) -> list[UnitLayout]:
-        """The units of a rank."""
+        """Return the layouts of a rank's units."""
         return [layout for number in self.table.stages_of(rank) for layout in self.stages[number].layouts]
 
     def gathers_of(self, rank: int) -> list[UnitLayout]:
-        """The gathers of a rank, in order."""
+        """Return the layout of each unit that a rank gathers, in order of its gathers."""
         zero = self.setting.stage
-        actions = (one for one in self.table.rows[rank] if may_gather(one, zero))
-        return [layout for one in actions for _, layout, wanted in self.stages[one.stage].in_order(one, zero) if wanted]
+        actions = (action for action in self.table.rows[rank] if may_gather(action, zero))
+        units = (unit for action in actions for unit in self.stages[action.stage].in_order(action, zero))
+        return [layout for _, layout, gathered in units if gathered]
 
     def reductions_of(self, rank: int) -> list[UnitLayout]:
-        """The reductions of a rank, where each micro-batch has its own, in order."""
-        row = self.table.rows[rank]
-        return [layout for one in row if one.kind in WEIGHTS for layout in reversed(self.stages[one.stage].layouts)]
+        """Return the layout of each unit that a rank reduces, in order, if every micro-batch is reduced."""
+        stages = (action.stage for action in self.table.rows[rank] if action.kind in WEIGHTS)
+        return [layout for stage in stages for layout in reversed(self.stages[stage].layouts)]
 
 
 def _between(stage: int, sent: Iterable[tuple[int, int]], home: Sequence[int]) -> dict[int, int]:
-    """Bytes by the stage that they go to, what stays in `stage` left out."""
+    """Return the bytes sent to each stage other than `stage`."""
     result: dict[int, int] = {}
     for to, nbytes in sent:
         if home[to] != stage:
@@ -231,15 +233,15 @@ def _between(stage: int, sent: Iterable[tuple[int, int]], home: Sequence[int]) -
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """What becomes of a unit's parameters: bytes, and seconds of their communication.
+    """Bytes of a unit's state under a layout, and seconds of its communication.
 
     Attributes:
         shards: Bytes of this rank's shards.
-        moments: Of their optimizer state.
-        full: Of the gathered parameters.
-        gradients: Of the gradients that a backward gives.
-        sums: Of their sums over micro-batches.
-        averages: Of what a reduction leaves this rank.
+        moments: Bytes of their optimizer state.
+        full: Bytes of the gathered parameters.
+        gradients: Bytes of the local gradients of one micro-batch.
+        sums: Bytes of their sums over micro-batches.
+        averages: Bytes of this rank's averaged gradients.
         gather: Seconds of the gather.
         reduce: Seconds of the reduction.
         update: Seconds of the optimizer's step.
@@ -257,11 +259,11 @@ class UnitLayout:
 
     @classmethod
     def of(cls, units: tuple[Unit, ...], stage: Stage, axes: tuple[Axis, ...], hardware: Hardware) -> UnitLayout:
-        """That of units which were laid out for any ranks, under a ZeRO stage and over these axes."""
+        """Return the layout of units, whatever they were laid out for, under a ZeRO stage and over these axes."""
         layout = Layout(units, stage, axes)
         size = layout.sharded.size if stage.optimizer_sharded else 0
         divided = (tuple(replace(p, shards=size if p.shards else 0) for p in unit.params) for unit in units)
-        layout = layout.with_units(tuple(replace(u, params=some) for u, some in zip(units, divided, strict=True)))
+        layout = layout.with_units(tuple(replace(u, params=params) for u, params in zip(units, divided, strict=True)))
         state, gather, reduce = model_state(layout), 0.0, 0.0
         for unit in layout.units:
             if stage.optimizer_sharded:

@@ -1,4 +1,4 @@
-"""Forecasts: what a training step takes under each choice of options or on each mesh, and plans that compare them."""
+"""Forecasts of the time and memory of a training step by options or by mesh, and plans that compare them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zcompile.errors import OptionError
 from zcompile.ir.layout import Hybrid
 
 WIDE = 140
-"""Columns from which on tables say what memory is for."""
+"""Least console width, in columns, at which tables show memory by kind."""
 
 Checkpoint = str | int | float | None
 
@@ -34,18 +34,18 @@ class Choice:
     checkpoint: Checkpoint
     dtype: torch.dtype | None
     replicas: int = 1
-    """Ranks along the first of two dimensions of the mesh, the outer one; 1 for a mesh of one."""
+    """Ranks along the first, outer, dimension of a 2-D mesh; 1 for a 1-D mesh."""
     hybrid: Hybrid = Hybrid.HSDP
-    """What the two divide."""
+    """How shards are laid out over the two dimensions."""
     owners: bool = False
-    """True where one rank each keeps the parameters of `whole=`; False where all of them have rows."""
+    """True if each parameter in `whole=` is kept whole by one rank; False if its rows are sharded."""
 
     def __str__(self) -> str:
-        """The line to write."""
+        """The call of `zcompile.compile` for a `model`."""
         return self.call("model")
 
     def call(self, *given_first: str) -> str:
-        """The call of `zcompile.compile` with these arguments before the options."""
+        """Return the call of `zcompile.compile` with these arguments before the options."""
         given = [f"stage={self.stage}"] + ([f"prefetch={self.prefetch}"] if self.stage else [])
         given += [f"checkpoint={self.checkpoint!r}"] if self.checkpoint is not None else []
         given += [f"dtype={self.dtype}"] if self.dtype is not None else []
@@ -55,12 +55,12 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class StepForecast(RankMemory):
-    """What a step takes on the rank that holds most, in bytes, and in seconds."""
+    """Predicted time of a step, and memory of the rank that holds most."""
 
     seconds: float
-    """Of a step, the optimizer's included."""
+    """Seconds of a step, the optimizer's included."""
     flops: float
-    """Of a step on one device, what is computed again left out."""
+    """FLOPs of a step on one device, without recomputation."""
 
     @property
     def rate(self) -> float:
@@ -68,11 +68,11 @@ class StepForecast(RankMemory):
         return self.flops / self.seconds if self.seconds else math.inf
 
     def cells(self) -> tuple[str, ...]:
-        """Texts of FIGURES."""
+        """Return the table cells for FIGURES."""
         return f"{self.nbytes / 1e9:.2f}", f"{self.seconds:.3g}", f"{self.rate / 1e12:.3g}"
 
     def figures(self, dtype: torch.dtype | None) -> dict[str, Any]:
-        """What `zcompile plan --json` prints of it, computed in `dtype`, beyond the choice."""
+        """Return the figures that `zcompile plan --json` prints for compute in `dtype`, without the choice."""
         return {
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
             "bytes": self.nbytes,
@@ -84,23 +84,23 @@ class StepForecast(RankMemory):
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(StepForecast):
-    """What a rank takes under one choice, in bytes and seconds."""
+    """Predicted time and memory of a rank under one choice of options."""
 
     choice: Choice
     world: int
     exposed: float
-    """Of the seconds, those that stand for communication."""
+    """Seconds of the step that are spent waiting for communication."""
     hidden: float
-    """Seconds of communication behind compute."""
+    """Seconds of communication that compute hides."""
 
     @property
     def hidden_share(self) -> float | None:
-        """Share of communication that is hidden, 0 to 1; None where there is none."""
+        """Share of communication that is hidden, 0 to 1; None without communication."""
         total = self.hidden + self.exposed
         return self.hidden / total if total else None
 
     def as_dict(self) -> dict[str, Any]:
-        """What `zcompile plan --json` prints of it."""
+        """Return what `zcompile plan --json` prints for this forecast."""
         choice = self.choice
         return {
             "world": self.world,
@@ -117,19 +117,19 @@ class Forecast(StepForecast):
 
 @dataclass(frozen=True, repr=False)
 class PrintedPlan:
-    """Forecasts of a model on some hardware, as a page of text."""
+    """Forecasts of a model on some hardware, printed as text."""
 
     model: str
-    """What it is called."""
+    """The name of the model."""
     parameters: int
-    """How many it has."""
+    """The number of its parameters."""
     hardware: Hardware
     memory_limit: float
-    """Bytes of a rank."""
+    """Bytes that each rank has."""
     forecasts: Sequence[Any]
 
     _compared: ClassVar[str]
-    """What there is a forecast of each of."""
+    """The plural noun for what is compared, for `repr`."""
 
     def __str__(self) -> str:
         out = io.StringIO()
@@ -141,23 +141,23 @@ class PrintedPlan:
         return f"<{type(self).__name__} of {self.model}: {many}; print it, or see .forecasts>"
 
     def print(self, console: Console) -> None:
-        """The tables, and what is recommended."""
+        """Print the tables and the recommendation."""
         raise NotImplementedError
 
     def check_fits(self) -> None:
-        """Raise OptionError where no choice fits: on any of the worlds, if there are several."""
+        """Raise OptionError if no choice fits, on any of the worlds if there are several."""
         raise NotImplementedError
 
     def as_dict(self) -> dict[str, Any]:
-        """What `zcompile plan --json` prints."""
+        """Return what `zcompile plan --json` prints."""
         raise NotImplementedError
 
     def _say(self, console: Console, text: str) -> None:
-        """Print a text that may have anybody's names in it."""
+        """Print text that may contain arbitrary names, without interpreting markup."""
         console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def _about(self) -> dict[str, Any]:
-        """What `zcompile plan --json` prints first."""
+        """Return the first entries that `zcompile plan --json` prints."""
         return {
             "model": self.model,
             "parameters": self.parameters,
@@ -166,7 +166,7 @@ class PrintedPlan:
         }
 
     def _nothing_fits(self, world: int, nearest: StepForecast, fix: str) -> OptionError:
-        """The error where no choice fits on `world` ranks."""
+        """Return the error for no choice that fits on `world` ranks."""
         least, over = _gigabytes(nearest.nbytes), _gigabytes(nearest.nbytes - self.memory_limit)
         problem = f"{_gigabytes(self.memory_limit)} holds nothing on {world} ranks: the least is {least}, {over} more"
         return OptionError("memory_limit", problem, fix)
@@ -178,11 +178,11 @@ class Plan(PrintedPlan):
 
     forecasts: Sequence[Forecast]
     arguments: str = ""
-    """Types of the tensors that a rank's call is given."""
+    """Types of the tensors in a rank's batch."""
     tensor_parallel: int = 1
-    """Ranks that each have a part of the model; each of them has as many data-parallel ranks as a world."""
+    """The number of parts of the model under tensor parallelism; a world counts the data-parallel ranks of one part."""
     whole: Sequence[str] = ()
-    """Parameters that one rank each must keep whole: choices without owners are there to be compared."""
+    """Parameters that must each be kept whole by one rank; choices without owners are shown only for comparison."""
 
     _compared: ClassVar[str] = "forecasts"
 
@@ -191,24 +191,24 @@ class Plan(PrintedPlan):
         return sorted({forecast.world for forecast in self.forecasts})
 
     def of(self, world: int) -> list[Forecast]:
-        """The forecasts for one world."""
+        """Return the forecasts for one world size."""
         return [forecast for forecast in self.forecasts if forecast.world == world]
 
     def fits(self, forecast: Forecast) -> bool:
         return forecast.nbytes <= self.memory_limit
 
     def serves(self, forecast: Forecast) -> bool:
-        """True for a choice by which parameters that must be whole on a rank are."""
+        """Return True for a choice that keeps the parameters in `whole` whole on a rank."""
         return not self.whole or forecast.choice.owners or not forecast.choice.stage
 
     def verdict(self, forecast: Forecast) -> str:
-        """What is said of it: "best" of the fastest that fits, "too big", "rows" where owners must be, or nothing."""
+        """Return "best" for the fastest choice that fits, "too big", "rows" if required owners are missing, or ""."""
         if forecast is self.fastest(forecast.world):
             return "best"
         return "too big" if not self.fits(forecast) else "" if self.serves(forecast) else "rows"
 
     def line(self, forecast: Forecast) -> str:
-        """The call of `zcompile.compile` that makes the choice."""
+        """Return the call of `zcompile.compile` for a forecast's choice."""
         replicas, names = forecast.choice.replicas, ("replicate", "shard")
         shape, device = (replicas, forecast.world // replicas), self.hardware.device
         mesh = {
@@ -221,15 +221,15 @@ class Plan(PrintedPlan):
         return forecast.choice.call("model", *filter(None, [mesh, whole]))
 
     def fastest(self, world: int) -> Forecast | None:
-        """The fastest choice that fits, of equals the smallest; None if none does."""
+        """Return the fastest choice that fits, the smallest if several are as fast; None if none fits."""
         fitting = [forecast for forecast in self.of(world) if self.serves(forecast) and self.fits(forecast)]
         return min(fitting, key=lambda forecast: (forecast.seconds, forecast.nbytes), default=None)
 
     def best(self, world: int) -> Forecast:
-        """The fastest choice that fits.
+        """Return the fastest choice that fits.
 
         Raises:
-            OptionError: none does; the message says which comes nearest, and by how much it does not.
+            OptionError: none fits; names the closest choice, and by how much it exceeds the limit.
         """
         if (fastest := self.fastest(world)) is not None:
             return fastest
@@ -238,12 +238,12 @@ class Plan(PrintedPlan):
         raise self._nothing_fits(world, nearest, fix)
 
     def check_fits(self) -> None:
-        """Raise OptionError for the first world on which no choice fits."""
+        """Raise OptionError for the first world size for which no choice fits."""
         for world in self.worlds:
             self.best(world)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `zcompile plan --json` prints."""
+        """Return what `zcompile plan --json` prints."""
         fastest = {str(world): self.fastest(world) for world in self.worlds}
         return {
             **self._about(),
@@ -254,7 +254,7 @@ class Plan(PrintedPlan):
         }
 
     def print(self, console: Console) -> None:
-        """The tables, and what is recommended."""
+        """Print the tables and the recommendations."""
         about = (
             f"{self.parameters:,} parameters on {self.hardware.name}, at most {_gigabytes(self.memory_limit)} a rank"
         )
@@ -263,16 +263,16 @@ class Plan(PrintedPlan):
             self._say(console, f"a rank's batch: {self.arguments}")
         for world in self.worlds:
             console.print(self._table(world, by_kind=console.width >= WIDE))
-            said = "fastest that fits: " if self.fastest(world) else ""
-            self._say(console, f"{said}{self.advice(world)}")
+            label = "fastest that fits: " if self.fastest(world) else ""
+            self._say(console, f"{label}{self.advice(world)}")
 
     def title(self, world: int) -> str:
-        """What a number of ranks is called."""
+        """Return the title for a number of ranks."""
         parts = f" for each of {self.tensor_parallel} parts of the model" if self.tensor_parallel > 1 else ""
         return f"{world} rank{'s' * (world > 1)}{parts}"
 
     def advice(self, world: int) -> str:
-        """The line that compiles the fastest choice that fits; or that none does, and what to do."""
+        """Return the call for the fastest choice that fits, or the problem and its fix if none does."""
         try:
             return self.line(self.best(world))
         except OptionError as error:
@@ -308,11 +308,11 @@ def _gigabytes(nbytes: float) -> str:
 
 CHOICE = ("stage", "prefetch", "checkpoint", "dtype")
 FIGURES = ("GB", "step s", "TFLOP/s")
-"""What is shown of a forecast: the choice, and what it gives."""
+"""Table headings: the options of a choice, and the figures of its forecast."""
 
 
 def choice_cells(choice: Choice) -> tuple[str, ...]:
-    """Texts of CHOICE; empty where there is nothing to choose, or nothing chosen."""
+    """Return the table cells for CHOICE; "" for an option that does not apply or is not set."""
     prefetch = str(choice.prefetch) if choice.stage else ""
     stage = [str(choice.stage), *([f"{choice.hybrid} on {choice.replicas} nodes"] if choice.replicas > 1 else [])]
     return (
@@ -332,15 +332,15 @@ class MeshChoice:
 
     Attributes:
         pipeline: Ranks along the pipeline dimension.
-        data: Ranks along that of data parallelism.
-        tensor: Ranks along that of tensor parallelism.
-        microbatch_size: Samples of a micro-batch.
-        microbatches: Of a step, on each rank.
+        data: Ranks along the data-parallel dimension.
+        tensor: Ranks along the tensor-parallel dimension.
+        microbatch_size: Samples in a micro-batch.
+        microbatches: Micro-batches in a step, on each rank.
         schedule: See `zcompile.pipelining.action_tables`.
         stages_per_rank: Pipeline stages that each rank has.
         stage: The ZeRO stage.
         checkpoint: "unit", or None.
-        dtype: To compute in; None: the model's own.
+        dtype: The dtype to compute in; None for the model's own.
     """
 
     pipeline: int
@@ -360,7 +360,7 @@ class MeshChoice:
         return self.pipeline, self.data, self.tensor
 
     def lines(self, device: str, texts: ChoiceTexts) -> list[str]:
-        """The lines of Python that make it, of a `model` and an `optimizer`."""
+        """Return the lines of Python that make this choice for a `model` and an `optimizer`."""
         names = ("pp", "dp", "tp")[: 3 if self.tensor > 1 else 2]
         lines = [f"mesh = init_device_mesh({device!r}, {self.mesh[: len(names)]}, mesh_dim_names={names})"]
         if self.tensor > 1:
@@ -377,12 +377,12 @@ class MeshChoice:
 
 @dataclass(frozen=True)
 class ChoiceTexts:
-    """What lines of Python say beside a choice.
+    """Python expressions in the lines for a choice that do not depend on it.
 
     Attributes:
-        loss: What computes the loss.
-        tensor_parallel: The plan of tensor parallelism.
-        units: As they were given.
+        loss: The loss function.
+        tensor_parallel: The tensor-parallel plan.
+        units: The `units` option, as given.
     """
 
     loss: str = "None"
@@ -392,14 +392,14 @@ class ChoiceTexts:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshForecast(StepForecast):
-    """What a step takes with one choice: of the rank that holds most, in bytes, and in seconds."""
+    """Predicted time of a step with one choice, and memory of the rank that holds most."""
 
     choice: MeshChoice
     idle_share: float
-    """Of all ranks' time that in which they neither compute nor update, 0 to 1."""
+    """Share of all ranks' time in which they neither compute nor update, 0 to 1."""
 
     def as_dict(self) -> dict[str, Any]:
-        """What `zcompile plan --mesh auto --json` prints of it."""
+        """Return what `zcompile plan --mesh auto --json` prints for this forecast."""
         choice = self.choice
         return {
             "mesh": {"pp": choice.pipeline, "dp": choice.data, "tp": choice.tensor},
@@ -419,17 +419,17 @@ class MeshPlan(PrintedPlan):
     """The fastest choice that fits on each mesh, the fastest mesh first; printed as a table.
 
     Attributes:
-        world: Ranks.
-        global_batch: Samples of a step, of all ranks.
-        smallest: What takes least memory of everything that was looked at; None if `forecasts` are not empty.
-        searched: How many choices were compared.
+        world: The number of ranks.
+        global_batch: Samples in a step, over all ranks.
+        smallest: The choice that takes the least memory; None if `forecasts` is not empty.
+        searched: The number of choices that were compared.
         took: Seconds of the search.
-        texts: What lines of Python say beside a choice.
-        notes: What was left out, and why.
+        texts: Python expressions in the lines for every choice.
+        notes: What was excluded, and why.
     """
 
     forecasts: Sequence[MeshForecast]
-    """One for each mesh that something fits on."""
+    """One forecast for each mesh on which a choice fits."""
     world: int
     global_batch: int
     smallest: MeshForecast | None
@@ -441,10 +441,10 @@ class MeshPlan(PrintedPlan):
     _compared: ClassVar[str] = "meshes"
 
     def best(self) -> MeshForecast:
-        """The fastest choice that fits.
+        """Return the fastest choice that fits.
 
         Raises:
-            OptionError: none does; the message says which comes nearest, and by how much it does not.
+            OptionError: none fits; names the closest choice, and by how much it exceeds the limit.
         """
         if self.forecasts:
             return self.forecasts[0]
@@ -455,15 +455,15 @@ class MeshPlan(PrintedPlan):
         raise self._nothing_fits(self.world, self.smallest, fix)
 
     def check_fits(self) -> None:
-        """Raise OptionError where no choice fits."""
+        """Raise OptionError if no choice fits."""
         self.best()
 
     def lines(self, forecast: MeshForecast) -> list[str]:
-        """The lines of Python that make a choice."""
+        """Return the lines of Python for a forecast's choice."""
         return forecast.choice.lines(self.hardware.device, self.texts)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `zcompile plan --mesh auto --json` prints."""
+        """Return what `zcompile plan --mesh auto --json` prints."""
         return {
             **self._about(),
             "world": self.world,
@@ -476,7 +476,7 @@ class MeshPlan(PrintedPlan):
         }
 
     def print(self, console: Console) -> None:
-        """The table, and the lines that do what is recommended."""
+        """Print the table, and the lines for the recommended choice."""
         say = functools.partial(self._say, console)
         say(f"{self.model}: {self.parameters:,} parameters on {self.hardware.name}, {self.world} ranks")
         say(f"{self.global_batch} samples a step, at most {_gigabytes(self.memory_limit)} a rank")
@@ -505,7 +505,7 @@ class MeshPlan(PrintedPlan):
             table.add_column(heading, no_wrap=True)
         for heading in (*FIGURES, "idle"):
             table.add_column(heading, justify="right", no_wrap=True)
-        for place, forecast in enumerate(self.forecasts):
+        for index, forecast in enumerate(self.forecasts):
             choice = forecast.choice
             table.add_row(
                 *map(str, choice.mesh),
@@ -516,6 +516,6 @@ class MeshPlan(PrintedPlan):
                 choice.checkpoint or "",
                 *forecast.cells(),
                 f"{forecast.idle_share:.0%}",
-                style=None if place else "bold",
+                style=None if index else "bold",
             )
         return table

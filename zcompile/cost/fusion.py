@@ -1,8 +1,8 @@
-"""Fusion, foretold: which values of a region a compiler that fuses keeps in registers and never writes to memory.
+"""Predicts fusion: which values of a region a fusing compiler keeps in registers and never writes to memory.
 
-An operation fuses if its result depends element by element, or by sums over a dimension, on what it reads. A value that
-such an operation gives, and that nothing but such operations read, need not be stored. Inductor decides by much more
-than that; what matters here are the large values that must exist: those that matrix products give and take.
+An operation fuses if its result depends on its arguments elementwise, or by reductions over a dimension. A value that
+such an operation computes, and that only such operations read, need not be stored. Inductor's decisions depend on much
+more; what matters here are the large values that must be stored: operands and results of matrix products.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _FUSING = frozenset(
         aten.zeros_like,
     }
 )
-"""Beside those that torch itself tags as pointwise."""
+"""Fusing operations that torch does not tag as pointwise."""
 
 
 def fuses(node: fx.Node) -> bool:
-    """True for an operation that a compiler merges with its neighbours."""
+    """Return True for an operation that a compiler fuses with its neighbors."""
     if isinstance(data(node).op, Item):
         return fuses(node.all_input_nodes[0])
     tags = getattr(node.target, "tags", ())
@@ -56,12 +56,12 @@ def fuses(node: fx.Node) -> bool:
 
 
 def is_stored(node: fx.Node) -> bool:
-    """True for a value that is written to memory: one that is read by what does not fuse, or given by it."""
+    """Return True for a value that is written to memory, as an operation that does not fuse computes or reads it."""
     return not fuses(node) or not all(_reads_elements(user) for user in node.users)
 
 
 def _reads_elements(user: fx.Node) -> bool:
-    """True if `user` can take its argument out of a register, itself or through a view."""
+    """Return True if `user` can read its argument from a register, directly or through a view."""
     meta = data(user)
     if isinstance(meta.op, (Call, Results)):
         return False

@@ -1,7 +1,7 @@
-"""Hardware: the rates of a device and of the network that joins it to others, as a profile in a file.
+"""Hardware profiles: the rates of a device and of the network between devices.
 
-Profiles are TOML. Those that come with zcompile are data sheets, with the share of them that large models reach;
-`zcompile doctor` measures a machine and writes one. All rates are per second, sizes in bytes.
+Profiles are TOML files. Those that come with zcompile have the rates of data sheets, scaled to what large models reach;
+`zcompile doctor` measures a machine and writes its profile. All rates are per second, all sizes in bytes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from zcompile.runtime.device import CUDA, HOST, KINDS
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One level of the network. What it joins are ranks, or groups of them that the levels before join."""
+    """One level of the network. Its members are ranks, or groups of ranks joined by the lower levels."""
 
     name: str
     latency: float
-    """Seconds before the first byte of a collective between two (alpha)."""
+    """Seconds before the first byte of a collective between two members (alpha)."""
     bandwidth: float
-    """Bytes per second that one of those that it joins sends (1 / beta)."""
+    """Bytes per second that one member sends (1 / beta)."""
     members: int = 0
-    """How many it joins; 0 for as many as there are, on the last level."""
+    """The number of members; 0 on the last level for as many as there are."""
 
 
 @dataclass(frozen=True)
@@ -42,37 +42,37 @@ class Hardware:
     flops: Mapping[str, float]
     """Floating-point operations per second of matrix products, by dtype."""
     memory_bandwidth: float
-    """Bytes per second to the device's memory."""
+    """Bytes per second between the device and its memory."""
     links: tuple[Link, ...]
     device: str = HOST
-    """The kind of device, as torch calls it."""
+    """The type of device, as in `torch.device.type`."""
     memory: float = math.inf
-    """Bytes of one device."""
+    """Bytes of memory of one device."""
     attention: float = 1.0
     """Share of `flops` that fused attention reaches."""
     elementwise: float = 1.0
-    """Share of `memory_bandwidth` that kernels reach which compute on elements."""
+    """Share of `memory_bandwidth` that elementwise kernels reach."""
     functions: float = math.inf
-    """Elements per second of exp, tanh and their like, where computing them takes longer than reading them."""
+    """Elements per second of exp, tanh and the like, if computing them takes longer than reading them."""
     launch: float = 0.0
-    """Seconds that an operation takes beside its work."""
+    """Overhead of each operation, in seconds."""
     sending: float = 0.0
-    """Seconds of compute that sending a byte costs, where the processor that computes moves the bytes."""
+    """Seconds of compute that sending a byte costs, if the processor that computes also moves the bytes."""
     host_bandwidth: float = math.inf
-    """Bytes per second from the memory of the host to the device."""
+    """Bytes per second from host memory to the device."""
     source: str = ""
-    """Where the figures are from."""
+    """Where the figures come from."""
 
     @classmethod
     def of(
         cls, *, flops: float, memory_bandwidth: float, latency: float = 0.0, bandwidth: float = math.inf
     ) -> Hardware:
-        """A device with one rate for all dtypes and one link between all ranks."""
+        """Return a device with the same rate for all dtypes and one link between all ranks."""
         link = Link("between ranks", latency, bandwidth)
         return cls("unnamed", dict.fromkeys(DTYPES, flops), memory_bandwidth, (link,))
 
     def slowest(self, stride: int = 1) -> Link:
-        """The link that collectives over all ranks `stride` from each other wait for, and what one group has of it."""
+        """Return the slowest link of a group of ranks `stride` apart, with the group's share of its bandwidth."""
         ranks, links = 1, []
         for link in self.links:
             span = ranks * (link.members or math.inf)
@@ -82,21 +82,21 @@ class Hardware:
         return min(links or [self.links[-1]], key=lambda link: link.bandwidth)
 
     def flops_in(self, dtype: torch.dtype) -> float:
-        """The rate of matrix products in `dtype`; that of float32 for one that the profile does not know."""
+        """Return the rate of matrix products in `dtype`; that of float32 if the profile does not have the dtype."""
         return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
 
     def collective_seconds(self, payload: float, axis: Axis, messages: int = 1) -> float:
-        """Seconds of a collective of `payload` bytes over the ranks of `axis`, neighbours joined by the lower levels.
+        """Return the seconds of a collective of `payload` bytes over the ranks along `axis`.
 
-        Each member of a level receives all that its own ranks do not have: once, or between hosts, whose ranks send to
-        each other one by one, for every rank of its own. Levels work at the same time, so the slowest counts.
-        Latencies of a level grow with the logarithm of its members, and those of all levels add up.
+        The lower levels join adjacent ranks. Each member of a level receives all data that its own ranks lack: once,
+        or, on CPUs, where ranks send to each other individually, once per rank. Levels work concurrently, so the
+        slowest counts. A level's latency grows with the logarithm of its members; latencies of all levels add up.
 
         Args:
-            payload: Of the tensors, twice for an all_reduce.
-            axis: Ranks between those of it, by its stride, are in groups of their own, which send at the same time and
+            payload: Bytes of the tensors, twice for an all_reduce.
+            axis: The axis. The groups of ranks in between, if its stride is more than 1, send at the same time and
                 share the links.
-            messages: How many the payload is sent in.
+            messages: The number of messages in which the payload is sent.
         """
         world, stride = axis.size, axis.stride
         latency = seconds = 0.0
@@ -111,9 +111,9 @@ class Hardware:
         return messages * latency + seconds
 
     def message_seconds(self, nbytes: float, axis: Axis) -> float:
-        """Seconds in which `nbytes` go from a rank to its neighbour along `axis`, while all between them do the same.
+        """Return the seconds to send `nbytes` to the next rank along `axis`, while all ranks in between do the same.
 
-        They cross the lowest level that joins ranks so far apart.
+        The message crosses the lowest level that joins ranks so far apart.
         """
         for link, ranks, joined in self._levels(axis.size * axis.stride):
             if ranks * joined > axis.stride:
@@ -121,7 +121,7 @@ class Hardware:
         return 0.0
 
     def _levels(self, world: int) -> Iterator[tuple[Link, int, int]]:
-        """The links that `world` ranks need, with the ranks of each member and the number of members."""
+        """Yield the links that `world` ranks use, each with the ranks per member and the number of members."""
         ranks = 1
         for link in self.links:
             groups = math.ceil(world / ranks)
@@ -136,7 +136,7 @@ CPU = replace(
     name="a CPU core on 1 Gbit/s",
     source="a guess for any CPU: nothing was measured, so trust relative sizes alone",
 )
-"""One core and a 1 Gbit/s link, for choices on a CPU that was not measured: relative sizes are what counts."""
+"""One core and a 1 Gbit/s link, for choices on a CPU that was not measured: only relative sizes matter."""
 GPU = replace(
     Hardware.of(flops=100e12, memory_bandwidth=1.5e12, latency=20e-6, bandwidth=25e9),
     name="a GPU on 200 Gbit/s",
@@ -148,7 +148,7 @@ GPU = replace(
 
 
 def guess_for(device: str) -> Hardware:
-    """What is taken for a device of this kind that was not measured."""
+    """Return the profile assumed for an unmeasured device of this type."""
     return CPU if device == HOST else GPU
 
 
@@ -156,10 +156,10 @@ def guess_for(device: str) -> Hardware:
 
 
 def load_profile(name: str) -> Hardware:
-    """The profile of this name, or in the file at this path.
+    """Load the profile with this name, or from the file at this path.
 
     Raises:
-        ProfileError: there is none, or it cannot be read, or a figure is missing, unknown or not positive.
+        ProfileError: it does not exist or cannot be read, or a figure is missing, unknown or not positive.
     """
     path = Path(name)
     if path.suffix == ".toml":
@@ -176,10 +176,10 @@ def load_profile(name: str) -> Hardware:
 
 
 def parse_profile(text: str, name: str) -> Hardware:
-    """The profile that is written in `text`.
+    """Parse a profile.
 
     Raises:
-        ProfileError: it is no TOML, or a figure is missing, unknown or not positive.
+        ProfileError: `text` is not TOML, or a figure is missing, unknown or not positive.
     """
     try:
         found = tomllib.loads(text)
@@ -195,7 +195,7 @@ def parse_profile(text: str, name: str) -> Hardware:
 
 
 def profile_text(hardware: Hardware) -> str:
-    """`hardware` as the text of a profile: what `parse_profile` reads."""
+    """Return `hardware` as the text of a profile, which `parse_profile` reads."""
     plain = {f.name: getattr(hardware, f.name) for f in fields(Hardware) if f.name not in ("flops", "links")}
     lines = [f"{name} = {_toml(value)}" for name, value in plain.items()]
     lines += ["", "[flops]", *(f"{dtype} = {_toml(rate)}" for dtype, rate in hardware.flops.items())]
@@ -205,22 +205,22 @@ def profile_text(hardware: Hardware) -> str:
 
 
 def _checked(found: Any, kind: type[Any], where: str) -> dict[str, Any]:
-    """`found` as the arguments of `kind`."""
+    """Return `found`, checked to be the keyword arguments of `kind`."""
     if not isinstance(found, dict):
         raise ProfileError(where, f"is {found!r}", "give a table of figures")
     known = {f.name: f for f in fields(kind)}
     for key in found:
         if key not in known:
             raise ProfileError(where, f"has {key!r}, which means nothing", nearest(key, list(known)))
-    for key, one in known.items():
-        if key not in found and one.default is MISSING:
+    for key, field in known.items():
+        if key not in found and field.default is MISSING:
             raise ProfileError(where, f"has no {key}", f"add a line: {key} = ...")
-        _check_figure(key, found.get(key, one.default), where)
+        _check_figure(key, found.get(key, field.default), where)
     return found
 
 
 def _check_figure(key: str, value: Any, where: str) -> None:
-    """Raise ProfileError for a figure that cannot be one."""
+    """Raise ProfileError for an invalid figure."""
     if key == "flops":
         if not isinstance(value, dict) or "float32" not in value:
             raise ProfileError(where, "has no rate for float32", "add a table: [flops], and in it float32 = ...")

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds beside shards and moments, action by action."""
+"""Predicts the bytes that a pipeline rank holds in addition to shards and moments, action by action."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zcompile.ir.actions import IN_FLIGHT, Action, ActionKind
 
 
 def most_held(divided: DividedPipeline, rank: int, limit: float = math.inf) -> dict[MemoryKind, int]:
-    """What a rank holds at the peak of a step, or as soon as that is more than the limit."""
+    """Return the bytes that a rank holds at the peak of a step, or at the first action that exceeds the limit."""
     held = _HeldBytes(divided, rank)
     for action in divided.table.rows[rank]:
         held.run(action)
@@ -24,7 +24,7 @@ def most_held(divided: DividedPipeline, rank: int, limit: float = math.inf) -> d
 
 
 class _HeldBytes:
-    """What a rank holds beside shards and moments, while its actions run."""
+    """The bytes that a rank holds in addition to shards and moments, while its actions run."""
 
     def __init__(self, divided: DividedPipeline, rank: int) -> None:
         setting, table, stages = divided.setting, divided.table, divided.stages
@@ -32,62 +32,62 @@ class _HeldBytes:
         self.depth = max(setting.prefetch, 1)
         own = [stages[number] for number in table.stages_of(rank)]
         self.borrowed = sum(stage.borrowed for stage in own)
-        full = [one.full for one in divided.gathers_of(rank)]
+        full = [layout.full for layout in divided.gathers_of(rank)]
         self.full = _most_of(full, 1 + setting.prefetch) if self.zero.parameters_sharded else sum(full)
-        several = setting.size > 1  # alone, averages are in the gradients' own memory
-        reduced = [one.gradients + (one.averages if several else 0) for one in divided.reductions_of(rank)]
+        shared = setting.size > 1  # without other ranks, averages are in the gradients' own memory
+        reduced = [unit.gradients + (unit.averages if shared else 0) for unit in divided.reductions_of(rank)]
         self.reducing = _most_of(reduced, self.depth) if self.zero.gradients_sharded else 0
         self.several = table.microbatches > 1
         self.simple = table.stages == len(table.rows)
-        self.coming = _Coming(divided, rank, self.depth if setting.prefetch else 0)
+        self.incoming = _Incoming(divided, rank, self.depth if setting.prefetch else 0)
         self.ahead, self.back = list[_Sent](), list[_Sent]()
         self.saved = dict[tuple[int, int], int]()
         self.total = 0
-        """Bytes of `saved`."""
+        """The sum of `saved`, in bytes."""
         self.within = dict[tuple[int, ActionKind, bool], tuple[int, int]]()
         self.gradients = dict[int, int]()
         self.most = dict.fromkeys(MemoryKind, 0)
 
     def run(self, action: Action) -> None:
-        """Run an action: what is held while it does, and what is left behind it."""
-        stage, place, kind = self.stages[action.stage], (action.stage, action.microbatch), action.kind
+        """Run an action: update the peak, and the bytes that are held afterwards."""
+        stage, origin, kind = self.stages[action.stage], (action.stage, action.microbatch), action.kind
         self._end_sending(action)
-        self.total -= self.saved.pop(place, 0)
-        others = self.total + sum(one.nbytes for one in (*self.ahead, *self.back)) + self.coming.take(action)
+        self.total -= self.saved.pop(origin, 0)
+        others = self.total + sum(sent.nbytes for sent in (*self.ahead, *self.back)) + self.incoming.take(action)
         first = kind in WEIGHTS and action.stage not in self.gradients
         if (key := (action.stage, kind, first)) not in self.within:
             self.within[key] = self._most_within(stage, kind, first)
         self._note(others, self.within[key])
         left = {ActionKind.FORWARD: stage.saved, ActionKind.BACKWARD_INPUT: stage.left}.get(kind)
         if left is not None:
-            self.saved[place] = sum(left.values())
-            self.total += self.saved[place]
+            self.saved[origin] = sum(left.values())
+            self.total += self.saved[origin]
         if kind is ActionKind.FORWARD:
-            self.ahead.append(_Sent(*place, sum(stage.ahead.values())))
+            self.ahead.append(_Sent(*origin, sum(stage.ahead.values())))
         if action.sends_back:
-            self.back.append(_Sent(*place, sum(stage.back.values())))
+            self.back.append(_Sent(*origin, sum(stage.back.values())))
         if first:
             self.gradients[action.stage] = self._left(stage.layouts)
 
     def _left(self, layouts: Iterable[UnitLayout]) -> int:
-        """Bytes of gradients that a backward leaves: in full until a reduction behind the last, or what that leaves."""
+        """Return the bytes of gradients held after a backward: full until the last one, or sharded averages."""
         if self.zero.gradients_sharded:
-            return sum(one.averages for one in layouts)
-        return sum(one.sums if self.several else one.gradients for one in layouts)
+            return sum(layout.averages for layout in layouts)
+        return sum(layout.sums if self.several else layout.gradients for layout in layouts)
 
     def _end_sending(self, action: Action) -> None:
-        """Free what has arrived by now, as `unroll_microbatches` waits for it."""
-        place, most = (action.stage, action.microbatch), IN_FLIGHT[self.simple]
+        """Free the sends that `unroll_microbatches` waits for before this action."""
+        origin, most = (action.stage, action.microbatch), IN_FLIGHT[self.simple]
         if action.kind is not ActionKind.FORWARD:
-            self.ahead = [one for one in self.ahead if one[:2] != place]
+            self.ahead = [sent for sent in self.ahead if sent[:2] != origin]
             self.back = self.back[-most:] if action.sends_back else self.back
         elif self.simple:
             self.ahead = self.ahead[-most:]
 
     def _most_within(self, stage: StageCost, kind: ActionKind, first: bool) -> tuple[int, int]:
-        """The most activations of this micro-batch, with the gradients that are new, that are there in an action.
+        """Return the bytes of this micro-batch's activations and of new gradients, at the peak of an action.
 
-        `first`: it is the first that gives gradients of weights.
+        `first`: the action is the first that computes gradients of weights.
         """
         if kind is ActionKind.FORWARD:
             most = held = 0
@@ -122,7 +122,7 @@ class _HeldBytes:
 
 
 class _Sent(NamedTuple):
-    """What a stage has sent of a micro-batch, and is kept until it must have arrived."""
+    """A value that a stage sent for a micro-batch, held until the send is waited for."""
 
     stage: int
     microbatch: int
@@ -130,17 +130,17 @@ class _Sent(NamedTuple):
 
 
 def _is_own(name: str) -> bool:
-    """True for what a unit keeps of its own, False for what crosses its boundary."""
+    """Return True for a value that a unit saves for itself, False for one that crosses its boundary."""
     return name.isdecimal()
 
 
 def _most_of(sizes: Sequence[int], count: int) -> int:
-    """The sum of those of so many neighbours that take most."""
+    """Return the largest sum of `count` consecutive sizes."""
     return max(sum(sizes[begin : begin + count]) for begin in range(max(len(sizes) - count, 0) + 1))
 
 
-class _Coming:
-    """Messages that a rank receives ahead: from each other rank so many at a time."""
+class _Incoming:
+    """Messages that a rank receives ahead of time: up to `depth` from each other rank."""
 
     def __init__(self, divided: DividedPipeline, rank: int, depth: int) -> None:
         self.depth, self.queues = depth, dict[int, deque[tuple[Action, int]]]()
@@ -153,7 +153,7 @@ class _Coming:
                     self.queues.setdefault(home, deque()).append((action, sent[action.stage]))
 
     def take(self, action: Action) -> int:
-        """Bytes that are being received when an action has taken what is for it."""
+        """Consume the messages of an action, and return the bytes of the messages being received afterwards."""
         for queue in self.queues.values():
             while queue and queue[0][0] == action:
                 queue.popleft()

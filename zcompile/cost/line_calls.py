@@ -1,4 +1,4 @@
-"""The lines of a program's text: what each calls, by which its time is told."""
+"""The lines of a program's text with the functions that they call, by which recorded times are reported."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from zcompile.runtime.recorder import Line
 
 
 def lines_of(program: Program, phase: Phase) -> list[Line]:
-    """The lines of the text of `phase` that call something, in order."""
+    """Return the lines of `phase` that call a function or a region, in order."""
     calls = [node for node in program.body(phase) if not isinstance(data(node).op, Item)]
     return [Line("unbox", "box", ""), *(line_of(program, node) for node in calls)]
 
 
 def line_of(program: Program, node: fx.Node) -> Line:
-    """The line of a node that calls something: a region by its name and the unit around it."""
+    """Return the line of a node that calls a function, or a region, with its name and the enclosing unit."""
     meta = data(node)
     if isinstance(meta.op, Call):
         around = (u.name for u in program.layout.units if f"{meta.source}.".startswith(f"{u.name}."))

@@ -1,10 +1,10 @@
-"""Memory: the bytes that a step holds at each line of its program, predicted.
+"""Predicts the bytes that a step holds at each line of its program.
 
-Counted are values between regions and within them, full parameters and reduced gradients: what a step takes beside the
-shards and the optimizer's state. Not counted are what single operations take while they run, what messages are
-copied into to be sent or summed, two buckets at most, and activations that are on their way out, two at most.
+Values between and within regions, full parameters and reduced gradients count: all that a step holds in addition to
+shards and optimizer state. Temporaries of single operations do not count, nor do buffers into which messages are copied
+to be sent or summed (at most two buckets), nor activations that are being offloaded (at most two).
 
-Sizes that vary between calls count as in the call that was traced.
+Dynamic sizes count as in the traced call.
 """
 
 from __future__ import annotations
@@ -37,48 +37,48 @@ from zcompile.ir.program import Program
 from zcompile.ir.region import Region
 
 Freed = tuple[tuple[fx.Node, ...], int]
-"""Placeholders of a region that show one memory, and its bytes."""
+"""Placeholders of a region that share memory, and its bytes."""
 
 
 class MemoryKind(StrEnum):
-    """What a step holds beside the shards and the optimizer's state."""
+    """What a step holds memory for, in addition to shards and optimizer state."""
 
     FULL = "full parameters"
     GRADIENTS = "gradients"
     ACTIVATIONS = "activations"
     BUFFERS = "buffers"
-    """Arenas and stacks, which are there all the time."""
+    """Arenas and stacks, which are allocated permanently."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What a rank holds at the peak of a step, in bytes."""
+    """Memory of a rank at the peak of a step, in bytes."""
 
     parameters: int
-    """Its shards, in all of the step."""
+    """Its shards, held throughout."""
     optimizer: int
-    """Two moments (Adam), in all of the step."""
+    """Two moments (Adam), held throughout."""
     held: Mapping[MemoryKind, int]
-    """What is held with them at the peak of the step."""
+    """All other memory at the peak, by kind."""
 
     @property
     def nbytes(self) -> int:
-        """The peak, everything included."""
+        """Total bytes at the peak."""
         return self.parameters + self.optimizer + sum(self.held.values())
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes at the peak, by what they are for."""
+        """Return the bytes at the peak by kind, shards and optimizer state included."""
         held = {str(kind): nbytes for kind, nbytes in self.held.items()}
         return {"shards": self.parameters, "optimizer state": self.optimizer, **held}
 
 
 def live_bytes(program: Program) -> dict[fx.Node, int]:
-    """The most bytes alive while each line of the step runs, in order; where values are views, an upper bound."""
+    """Return the peak of live bytes while each line of the step runs, in order; an upper bound if values are views."""
     return {node: sum(held.values()) for node, held in live_by_kind(program).items()}
 
 
 def live_by_kind(program: Program) -> dict[fx.Node, dict[MemoryKind, int]]:
-    """`live_bytes` by what the bytes are. What a region holds while it runs counts as activations."""
+    """Return `live_bytes` by kind of memory. Memory of a running region counts as activations."""
     ends = last_needs(program)
     dead: dict[fx.Node, list[fx.Node]] = {}
     for node, end in ends.items():
@@ -105,9 +105,9 @@ def live_by_kind(program: Program) -> dict[fx.Node, dict[MemoryKind, int]]:
 
 
 def alive_at(program: Program, line: fx.Node) -> list[tuple[fx.Node, MemoryKind, int]]:
-    """What is there when `line` has run: the lines that have made it, what it is, and its bytes, the largest first.
+    """Return the memory that is live after `line`: the lines that allocated it, its kinds and bytes, largest first.
 
-    What a region holds for itself while it runs comes on top.
+    Memory that a region uses internally while it runs is not included.
     """
     ends, position = last_needs(program), {node: index for index, node in enumerate(program.graph.nodes)}
     result: dict[fx.Node, int] = {}
@@ -128,11 +128,11 @@ def alive_at(program: Program, line: fx.Node) -> list[tuple[fx.Node, MemoryKind,
         if node in ends and not items_of(node) and position[ends[node]] >= position[line]:
             result[node] = data(node).nbytes
     alive = [(node, _kind_of(node), nbytes) for node, nbytes in result.items() if nbytes > 0]
-    return sorted(alive, key=lambda one: -one[2])
+    return sorted(alive, key=lambda entry: -entry[2])
 
 
 def _kind_of(node: fx.Node) -> MemoryKind:
-    """What the memory is that a line takes or gives back."""
+    """Return the kind of memory that a line allocates or frees."""
     match data(node).op.role:
         case Role.GATHER | Role.FREE:
             return MemoryKind.FULL
@@ -144,15 +144,15 @@ def _kind_of(node: fx.Node) -> MemoryKind:
 
 @dataclass(frozen=True)
 class ModelStateBytes:
-    """Bytes of the model state that a rank keeps from step to step, the moments those of Adam.
+    """Bytes of model state that a rank keeps from step to step, with the moments of Adam.
 
-    In mixed precision with Ψ parameters on N ranks at most (4 + 4 + 8)Ψ/N in stage 3: as many as the (2 + 2 + 12)Ψ/N of
-    ZeRO (Rajbhandari et al. 2020, section 3.1), whose master copy in float32 the shards are.
+    In mixed precision with Ψ parameters on N ranks, stage 3 takes at most (4 + 4 + 8)Ψ/N: as much as ZeRO's
+    (2 + 2 + 12)Ψ/N (Rajbhandari et al. 2020, section 3.1), as the shards are the float32 master copy.
     """
 
     parameters: int
     copies: int
-    """Full parameters that stages 0 to 2 keep beside the shards, or secondary shards, in the dtype computed with."""
+    """Full parameters that stages 0 to 2 keep in addition to shards, or secondary shards, in the compute dtype."""
     gradients: int
     moments: int
 
@@ -162,9 +162,9 @@ class ModelStateBytes:
 
 
 def model_state(layout: Layout) -> ModelStateBytes:
-    """What a rank keeps of a model laid out so, gradients between the backward and the optimizer's step included.
+    """Return the bytes of model state of a rank, gradients between backward and optimizer step included.
 
-    Where some own more than others, it is the rank that keeps most.
+    If ranks own different amounts, this is the rank that keeps most.
     """
     shards = most_kept(layout.params, layout.shards)
     trained = most_kept(layout.trainable.values(), layout.shards)
@@ -175,7 +175,7 @@ def model_state(layout: Layout) -> ModelStateBytes:
 
 
 def most_kept(params: Iterable[Param], ranks: int) -> int:
-    """Bytes of the shards of `params` on the rank, of those that shard, that keeps most."""
+    """Return the bytes of the shards of `params` on the sharding rank that keeps most."""
     owned = dict.fromkeys(range(ranks), 0)
     divided = 0
     for param in params:
@@ -187,32 +187,32 @@ def most_kept(params: Iterable[Param], ranks: int) -> int:
 
 
 def arena_bytes(program: Program) -> int:
-    """Bytes of the arena that the program's lines have places in."""
+    """Return the bytes of the program's arena."""
     return sum(found.nbytes for node in program.nodes(Arena) if (found := data(node).type))
 
 
 def stack_bytes(program: Program) -> int:
-    """Bytes of the stack that saved activations are copied onto."""
+    """Return the bytes of saved activations on the program's stack."""
     return sum(data(node).nbytes for node in program.nodes(Store))
 
 
 def _freed_within(program: Program, call: fx.Node, ends: Mapping[fx.Node, fx.Node]) -> list[Freed]:
-    """What `call` frees within its region, because nobody needs it behind it."""
+    """Return the arguments that `call` frees within its region, as no later line needs them."""
     region, given = program.regions[op_of(call, Call).region], call.args[1:]
     taken = zip(region.graph.find_nodes(op="placeholder"), region.takes, strict=True)
     values = {placeholder: given[argument] for placeholder, (argument, item) in taken if item is None}
     freed = []
     for value in dict.fromkeys(values.values()):
         if isinstance(value, fx.Node) and ends.get(value) is call:
-            shown = tuple(p for p, other in values.items() if other is value or may_show(program, other, value))
-            freed.append((shown, data(value).nbytes))
+            aliases = tuple(p for p, other in values.items() if other is value or may_show(program, other, value))
+            freed.append((aliases, data(value).nbytes))
     return freed
 
 
 def region_bytes(region: Region, freed: Sequence[Freed] = ()) -> int:
-    """The most bytes that a region holds while it runs, its results included, its arguments not.
+    """Return the peak bytes of a running region, results included, arguments excluded.
 
-    Bytes of arguments that are `freed` behind their last use are taken off from there on.
+    Arguments in `freed` are freed after their last use, which lowers the count from there on.
     """
     nodes = list(region.graph.nodes)
     last = {node: index for index, node in enumerate(nodes)}
@@ -235,5 +235,5 @@ def region_bytes(region: Region, freed: Sequence[Freed] = ()) -> int:
 
 
 def peak_bytes(program: Program) -> int:
-    """The most bytes that a step holds beside the shards and the optimizer's state."""
+    """Return the peak bytes that a step holds in addition to shards and optimizer state."""
     return max(live_bytes(program).values(), default=0)

@@ -1,7 +1,7 @@
-"""What a step takes on the ranks of a pipeline, for any division, schedule and layout, from what its units take.
+"""Forecasts a step on the ranks of a pipeline, for any division, schedule and layout, from the costs of its units.
 
-The program of a rank is not made: its actions are run one by one, with the seconds and bytes that the units take, and
-messages, gathers and reductions where the program would have them. Programs are run by `zcompile.cost.simulator`.
+Programs of ranks are not built: actions are simulated one by one, with the seconds and bytes of the units, and with
+messages, gathers and reductions where the programs would have them. See `zcompile.cost.simulator` for programs.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from zcompile.ir.actions import Action, ActionKind
 
 @dataclass(frozen=True, kw_only=True)
 class RankForecast(RankMemory):
-    """What one rank along the pipeline axis takes in a step."""
+    """Forecast of one rank along the pipeline axis."""
 
     busy: float
-    """Seconds in which it computes or updates."""
+    """Seconds in which it computes or runs the optimizer."""
 
 
 @dataclass(frozen=True)
 class PipelineForecast:
-    """What a step takes: seconds, and what each rank along the pipeline axis does and holds."""
+    """Forecast of a step: its seconds, and each rank along the pipeline axis."""
 
     seconds: float
     ranks: tuple[RankForecast, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of the rank that holds most."""
+        """Bytes of the rank that holds most."""
         return self.fullest.nbytes
 
     @property
@@ -44,13 +44,13 @@ class PipelineForecast:
 
     @property
     def idle_share(self) -> float:
-        """The share of all ranks' time in which they neither compute nor update."""
+        """Share of all ranks' time in which they neither compute nor update."""
         busy = sum(rank.busy for rank in self.ranks)
         return 1 - busy / (self.seconds * len(self.ranks)) if self.seconds else 0.0
 
 
 def forecast(divided: DividedPipeline) -> PipelineForecast:
-    """What a step takes."""
+    """Return the forecast of a step."""
     clocks, ranks = _clocks_of(divided), []
     for rank, clock in enumerate(clocks):
         parameters, optimizer = _kept(divided, rank)
@@ -60,7 +60,7 @@ def forecast(divided: DividedPipeline) -> PipelineForecast:
 
 
 def peak_bytes(divided: DividedPipeline, limit: float = math.inf) -> int:
-    """The bytes of the rank that holds most, or of the first one that holds more than the limit."""
+    """Return the bytes of the rank that holds most, or of the first rank that exceeds the limit."""
     most = 0
     for rank in range(len(divided.table.rows)):
         kept = sum(_kept(divided, rank))
@@ -71,93 +71,93 @@ def peak_bytes(divided: DividedPipeline, limit: float = math.inf) -> int:
 
 
 def _kept(divided: DividedPipeline, rank: int) -> tuple[int, int]:
-    """Bytes of a rank's shards, and of their moments."""
+    """Return the bytes of a rank's shards, and of their moments."""
     layouts = divided.layouts_of(rank)
-    return sum(one.shards for one in layouts), sum(one.moments for one in layouts)
+    return sum(layout.shards for layout in layouts), sum(layout.moments for layout in layouts)
 
 
 def state_bytes(divided: DividedPipeline) -> int:
-    """What the fullest rank holds at least: shards, moments, and what is full of parameters and gradients."""
+    """Return a lower bound of the fullest rank's bytes: shards, moments, kept full parameters, and gradients."""
     zero = divided.setting.stage
     full, gradients = not zero.parameters_sharded, not zero.gradients_sharded
     held = [0] * len(divided.table.rows)
     for number, stage in enumerate(divided.stages):
-        for one in stage.layouts:
-            beside = one.full * full + (one.gradients if gradients else one.averages)
-            held[divided.table.rank_of(number)] += one.shards + one.moments + beside
+        for layout in stage.layouts:
+            kept = layout.full * full + (layout.gradients if gradients else layout.averages)
+            held[divided.table.rank_of(number)] += layout.shards + layout.moments + kept
     return max(held)
 
 
 def least_seconds(divided: DividedPipeline) -> float:
-    """What a step takes at least: what a rank computes, and what others do before that and behind it.
+    """Return a lower bound of a step's seconds: a rank's compute, and other ranks' compute before and after it.
 
-    A rank begins when the stages that its first one waits for have run for a micro-batch. Where backwards are run as a
-    whole, what it ends with is that of one of its stages, and those that wait for this follow.
+    A rank begins after the stages that its first stage waits for have run one micro-batch. If backwards are not
+    divided, it ends with the backward of one of its stages, and the stages that wait for this follow.
     """
     table, stages, halved = divided.table, divided.stages, divided.table.divides_backward
     forward = [stage.seconds(ActionKind.FORWARD) for stage in stages]
     whole = [stage.seconds(ActionKind.BACKWARD) for stage in stages]
-    before, behind = [0.0] * len(stages), [0.0] * len(stages)
+    before, after = [0.0] * len(stages), [0.0] * len(stages)
     for number in range(len(stages)):
         sources = divided.senders[True][number]
         before[number] = max((before[source] + forward[source] for source in sources), default=0.0)
         to = () if halved else stages[number].back
-        behind[number] = max((behind[stage] + whole[stage] for stage in to), default=0.0)
+        after[number] = max((after[stage] + whole[stage] for stage in to), default=0.0)
     result = 0.0
     for rank in range(len(table.rows)):
         own = table.stages_of(rank)
         busy = sum(forward[number] + _backward(stages[number], halved=halved) for number in own)
-        beside = min(before[number] for number in own) + min(behind[number] for number in own)
-        result = max(result, busy * table.microbatches + beside)
+        others = min(before[number] for number in own) + min(after[number] for number in own)
+        result = max(result, busy * table.microbatches + others)
     return result
 
 
 def _backward(stage: StageCost, *, halved: bool) -> float:
-    """Seconds of a backward, whole or in halves, whichever is less where a schedule may do both."""
+    """Return the seconds of a backward; if the schedule may divide it, of whichever is faster, whole or divided."""
     whole = stage.seconds(ActionKind.BACKWARD)
     halves = stage.seconds(ActionKind.BACKWARD_INPUT) + stage.seconds(ActionKind.BACKWARD_WEIGHT)
     return min(whole, halves) if halved else whole
 
 
-# -- when ranks do what -----------------------------------------------------------------------------------------------
+# -- simulation -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Clock(Lanes):
-    """One rank's time."""
+    """The time of one rank."""
 
     gathers: list[float]
-    """Seconds of its gathers, in the order in which it computes with what they give; the first one last."""
+    """Seconds of gathers that are not launched yet, in reverse order of their use."""
     busy: float = 0.0
     gathered: deque[float] = field(default_factory=deque)
-    """When gathers arrive that have been launched."""
+    """Arrival times of launched gathers."""
     reduced: list[tuple[float, float]] = field(default_factory=list)
-    """When reductions have arrived, and how long the updates take."""
+    """Arrival times of reductions, and seconds of the updates that follow."""
 
     def compute(self, seconds: float) -> None:
         self.now += seconds
         self.busy += seconds
 
     def gather(self, ahead: int) -> None:
-        """Wait for the next gather, those of so many units behind it launched before."""
+        """Launch the gathers of the next `ahead` units, and wait for the next gather."""
         self.launch_gathers(1 + ahead)
         self.now = max(self.now, self.gathered.popleft())
 
     def launch_gathers(self, most: int) -> None:
-        """Launch gathers, so that so many are on their way or have arrived."""
+        """Launch gathers until `most` are in flight or have arrived unused."""
         while self.gathers and len(self.gathered) < most:
             self.gathered.append(self.launch(_DATA, self.gathers.pop())[1])
 
 
 _DATA = -1
-"""The group of gathers and reductions; that of messages to another rank along the pipeline axis is its place."""
+"""The group of gathers and reductions; messages along the pipeline axis use the receiving rank as their group."""
 
 
 def _clocks_of(divided: DividedPipeline) -> list[_Clock]:
-    """Those of all ranks at the end of a step."""
+    """Simulate a step and return the clocks of all ranks."""
     table = divided.table
     gathers = map(divided.gathers_of, range(len(table.rows)))
-    clocks = [_Clock([layout.gather for layout in reversed(some)]) for some in gathers]
+    clocks = [_Clock([layout.gather for layout in reversed(layouts)]) for layouts in gathers]
     for clock in clocks:
         clock.launch_gathers(divided.setting.prefetch)
     simulation = _Simulation(divided, clocks)
@@ -171,15 +171,15 @@ def _clocks_of(divided: DividedPipeline) -> list[_Clock]:
 
 @dataclass(frozen=True)
 class _Simulation:
-    """A step of all ranks."""
+    """The simulation of a step on all ranks."""
 
     divided: DividedPipeline
     clocks: list[_Clock]
     arrived: dict[tuple[bool, int, int, int], float] = field(default_factory=dict)
-    """When messages arrive: whether in the forward, from which stage to which one, and of which micro-batch."""
+    """Arrival times of messages, by (in the forward, sending stage, receiving stage, micro-batch)."""
 
     def run(self, rank: int, action: Action) -> bool:
-        """Run an action if all is there that it waits for."""
+        """Run an action if all messages that it waits for were sent; return whether it ran."""
         begin, clock = self._ready(action), self.clocks[rank]
         if begin is None:
             return False
@@ -189,7 +189,7 @@ class _Simulation:
         return True
 
     def _ready(self, action: Action) -> float | None:
-        """When all is there that an action waits for; None if some of it has not been sent yet."""
+        """Return when all messages of an action have arrived; None if one has not been sent yet."""
         if action.kind is ActionKind.BACKWARD_WEIGHT:
             return 0.0
         forward, latest = action.kind is ActionKind.FORWARD, 0.0
@@ -216,7 +216,7 @@ class _Simulation:
                 clock.reduced.append((clock.launch(_DATA, layout.reduce)[1], layout.update if last else 0.0))
 
     def _send(self, action: Action, rank: int, clock: _Clock) -> None:
-        """Send what an action gives to other stages."""
+        """Send the results of an action to other stages."""
         stage, setting = self.divided.stages[action.stage], self.divided.setting
         forward = action.kind is ActionKind.FORWARD
         sent = stage.ahead if forward else stage.back if action.sends_back else {}

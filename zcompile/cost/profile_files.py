@@ -1,4 +1,4 @@
-"""Which profiles of hardware come with zcompile. Imports no torch: the command's help lists them."""
+"""The hardware profiles that come with zcompile. Must not import torch: the command's help lists them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Those that a profile has rates of matrix products for."""
+"""The dtypes for which a profile has rates of matrix products."""
 
 
 def profiles() -> list[str]:
-    """The names of the profiles that come with zcompile."""
+    """Return the names of the profiles that come with zcompile."""
     return sorted(entry.name.removesuffix(".toml") for entry in _folder().iterdir() if entry.name.endswith(".toml"))
 
 
 def text_of(name: str) -> str:
-    """The profile of this name, as TOML."""
+    """Return the TOML text of the profile with this name."""
     return (_folder() / f"{name}.toml").read_text()
 
 

@@ -1,8 +1,8 @@
-"""What work costs: FLOPs and bytes of operations from their shapes, and seconds by a roofline.
+"""FLOPs and bytes of operations from their shapes, and seconds by a roofline model.
 
-The roofline (Williams et al. 2009): an operation takes as long as its products at the rate of the device, or as what it
-reads and writes at the rate of its memory, whichever is longer. In a region that a compiler fuses, operations that fuse
-read and write only what is stored: see `zcompile.cost.fusion`.
+By the roofline (Williams et al. 2009), an operation takes the longer of two times: its FLOPs at the rate of the device,
+and its reads and writes at the rate of memory. In a region that a compiler fuses, operations that fuse read and write
+only values that are stored: see `zcompile.cost.fusion`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _FUNCTIONS = frozenset(
         aten.tanh,
     }
 )
-"""Operations on elements that take longer to compute than to read, on a processor without units for them."""
+"""Elementwise operations that take longer to compute than to read on a processor without special function units."""
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -66,7 +66,7 @@ def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *
 
 
 def _repeated(query: Any, *shapes: Any) -> list[tuple[int, ...]]:
-    """Keys and values for each head of the queries, where several share them; torch 2.11 counts no others."""
+    """Return shapes of keys and values with one head per query head: torch 2.11's formulas accept no shared heads."""
     return [(shape[0], query[1], *shape[2:]) for shape in shapes]
 
 
@@ -76,11 +76,11 @@ FORMULAS: Mapping[Any, Callable[..., int]] = {
     **{getattr(aten, f"_scaled_dot_product_{kind}"): _attention_flops for kind in _ATTENTION},
     **{getattr(aten, f"_scaled_dot_product_{kind}_backward"): _attention_backward_flops for kind in _ATTENTION},
 }
-"""Torch's formulas, and those that it has for the same on other devices."""
+"""Torch's FLOP formulas, with those of attention also for the operators of other devices."""
 
 
 def bucket_for(hardware: Hardware, stride: int = 1) -> int:
-    """Bytes of a message that spends a twentieth of its time on latency; from 1 to 64 MiB."""
+    """Return the bytes of a message that spends a twentieth of its time on latency; from 1 to 64 MiB."""
     least, most = _BUCKETS
     link = hardware.slowest(stride)
     wanted = link.latency * link.bandwidth / _LATENCY_SHARE if link.latency else most
@@ -88,9 +88,9 @@ def bucket_for(hardware: Hardware, stride: int = 1) -> int:
 
 
 def region_seconds(region: Region, hardware: Hardware, axis: Axis | None = None) -> float:
-    """Seconds of a region on `hardware`: those of its operations, one after the other.
+    """Return the seconds of a region on `hardware`: the sum over its operations.
 
-    Its own collectives are over `axis`, and are waited for where they are launched.
+    Collectives in the region are over `axis`, and nothing hides them.
     """
     nodes = [node for node in region.graph.nodes if node.op == "call_function" and isinstance(data(node).op, Compute)]
     sent = sum(_collective_seconds(node, hardware, axis) for node in nodes if axis and is_collective(node))
@@ -99,14 +99,14 @@ def region_seconds(region: Region, hardware: Hardware, axis: Axis | None = None)
 
 
 def _collective_seconds(node: fx.Node, hardware: Hardware, axis: Axis) -> float:
-    """Seconds of a collective of the model's own code; what it moves is the larger of what it takes and gives."""
-    payload = max(sum(data(one).nbytes for one in values_of(node)), sum(map(_bytes, node.all_input_nodes)))
+    """Return the seconds of a collective in the model's own code; its payload is the larger of input and output."""
+    payload = max(sum(data(value).nbytes for value in values_of(node)), sum(map(_bytes, node.all_input_nodes)))
     reduces = _packet(node).__name__.startswith("all_reduce")
     return hardware.collective_seconds(payload * (2 if reduces else 1), axis)
 
 
 def operation_seconds(node: fx.Node, hardware: Hardware, touched: int | None = None) -> float:
-    """Seconds of an ATen operation alone; `touched`: the bytes that it reads and writes, if not all."""
+    """Return the seconds of a single ATen operation; `touched`: the bytes that it reads and writes, None for all."""
     flops, everything = aten_cost(node)
     if not everything:
         return 0.0
@@ -127,7 +127,7 @@ def _seconds_within(node: fx.Node, region: Region, hardware: Hardware) -> float:
 
 
 def _read_by(node: fx.Node) -> set[fx.Node]:
-    """What is in memory of what the kernel of a fused operation computes from."""
+    """Return the values in memory that the kernel of a fused operation reads."""
     result: set[fx.Node] = set()
     waiting, seen = list(node.all_input_nodes), {node}
     while waiting:
@@ -144,7 +144,7 @@ def _read_by(node: fx.Node) -> set[fx.Node]:
 
 
 def line_seconds(program: Program, line: fx.Node, hardware: Hardware) -> float:
-    """Seconds of a line on `hardware`: of a communication, its flight."""
+    """Return the seconds of a line on `hardware`; for communication, from launch to completion."""
     op = data(line).op
     if traffic := program.traffic(line):
         if traffic.to_one:
@@ -157,7 +157,7 @@ def line_seconds(program: Program, line: fx.Node, hardware: Hardware) -> float:
 
 
 def flops_of(node: fx.Node, regions: Mapping[str, Region]) -> int:
-    """FLOPs of a node; 0 for what does not compute."""
+    """Return the FLOPs of a node; 0 if it does not compute."""
     op = data(node).op
     if isinstance(op, Call):
         return sum(aten_cost(n)[0] for n in regions[op.region].graph.nodes if n.op == "call_function")
@@ -165,7 +165,7 @@ def flops_of(node: fx.Node, regions: Mapping[str, Region]) -> int:
 
 
 def aten_cost(node: fx.Node) -> tuple[int, int]:
-    """FLOPs of an ATen operation, and the bytes that it reads and writes; none of either for a view."""
+    """Return the FLOPs of an ATen operation, and the bytes that it reads and writes; 0 bytes for a view."""
     meta = data(node)
     touched = 0 if meta.view else meta.nbytes + sum(_bytes(source) for source in node.all_input_nodes)
     formula = FORMULAS.get(_packet(node))
@@ -184,19 +184,19 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    """The dtype of the first tensor that an operation reads, else of what it gives."""
-    types = (data(one).type for one in (*node.all_input_nodes, *values_of(node)))
+    """Return the dtype of the first tensor that an operation reads, else of its result."""
+    types = (data(value).type for value in (*node.all_input_nodes, *values_of(node)))
     return next((found.dtype for found in types if found), torch.float32)
 
 
 def _elements(node: fx.Node) -> int:
-    """Elements of the largest tensor that an operation reads or gives."""
-    types = (data(one).type for one in (*node.all_input_nodes, *values_of(node)))
+    """Return the number of elements of the largest tensor that an operation reads or returns."""
+    types = (data(value).type for value in (*node.all_input_nodes, *values_of(node)))
     return max((math.prod(found.shape) for found in types if found), default=0)
 
 
 def _shapes_given(node: fx.Node) -> tuple[Any, ...]:
-    """Shape of the result, or of each of several; empty for one that nobody uses."""
+    """Return the shape of the result, or a tuple of the shapes of all results; () for an unused one."""
     meta = data(node)
     if meta.type:
         return meta.type.shape

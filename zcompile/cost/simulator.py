@@ -1,13 +1,13 @@
-"""The simulator: the timeline of a step as the cost model foretells it.
+"""The simulator: predicts the timeline of a step with the cost model.
 
-A lane of compute, where lines run one after the other, and one for each group, where collectives do, in the order of
-their launch. A line that waits for a collective ends when that has arrived; where the processor itself moves what is
-sent (`Hardware.sending`), launching it takes time of the first lane. Every rank is taken to do the same at the same
-time, so collectives start together. Collectives of the model's own code are within its regions, and take their time.
-Not simulated are activations that move to the host or to a disk, and the host's own overhead.
+There is a compute lane, on which lines run one after the other, and a lane for each group, on which its collectives run
+in launch order. A line that waits for a collective ends when the collective has finished; if the processor itself moves
+sent bytes (`Hardware.sending`), launching takes time on the compute lane. All ranks are assumed to run in lockstep, so
+collectives start together. Collectives in the model's own code are part of its regions' time. Activations offloaded to
+the host or a disk, and overhead of the host, are not simulated.
 
-The ranks of a pipeline do different things, and are simulated together: what one sends arrives at the other, so bubbles
-are where it waits. Ranks beside each other in data parallelism are still taken to be alike.
+The ranks of a pipeline do different work and are simulated together: a message arrives at the receiving rank, so its
+waits are the bubbles. Data-parallel ranks are still assumed to be alike.
 """
 
 from __future__ import annotations
@@ -29,54 +29,54 @@ from zcompile.ir.printer import function_text
 from zcompile.ir.program import Program
 
 UPDATE_BYTES = 7
-"""Numbers that a fused AdamW reads and writes for each element: value, gradient and two moments, and three of them."""
+"""Bytes that a fused AdamW moves per byte of parameters: it reads 4 tensors (with gradients) and writes 3 back."""
 
 T = TypeVar("T")
 Seconds = Callable[[Program, fx.Node, Hardware], float]
-"""Of a line that computes or communicates."""
+"""Returns the seconds of a line that computes or communicates."""
 Message = tuple[int, int, str]
-"""From which place along the pipeline axis to which one, and what."""
+"""The sender's and the receiver's coordinate along the pipeline axis, and the message."""
 
 
 def simulate_pipeline(
     programs: Sequence[Program], hardware: Hardware, seconds: Seconds = line_seconds
 ) -> list[Timeline]:
-    """The timelines of the ranks along a pipeline axis, all beginning at once.
+    """Return the timelines of the ranks along a pipeline axis, which all start at the same time.
 
     Args:
-        programs: What each of them runs, in order; together they come to their end (`zcompile.proof.ranks`).
-        hardware: What they run on.
-        seconds: How long lines take.
+        programs: The program of each rank, in order; together they must not deadlock (`zcompile.proof.ranks`).
+        hardware: The hardware that they run on.
+        seconds: Returns the seconds of a line.
     """
     mail: dict[Message, float] = {}
-    ranks = [_ProgramLanes(program, hardware, seconds, place, mail) for place, program in enumerate(programs)]
+    ranks = [_ProgramLanes(program, hardware, seconds, rank, mail) for rank, program in enumerate(programs)]
     lines = [[node for node in program.graph.nodes if node.op == "call_function"] for program in programs]
     take_turns(lines, lambda rank, line: ranks[rank].run(line))
-    return [lanes.timeline(place, len(programs)) for place, lanes in enumerate(ranks)]
+    return [lanes.timeline(rank, len(programs)) for rank, lanes in enumerate(ranks)]
 
 
 def take_turns(steps: Iterable[Sequence[T]], run: Callable[[int, T], bool]) -> None:
-    """Run what all ranks do, each step as soon as it can be; `run` gives False for one that waits for another rank."""
-    left = [list(reversed(some)) for some in steps]
+    """Run the steps of all ranks, each as soon as possible; `run` returns False if a step waits for another rank."""
+    left = [list(reversed(row)) for row in steps]
     while any(left):
         before = sum(map(len, left))
         for rank, waiting in enumerate(left):
             while waiting and run(rank, waiting[-1]):
                 waiting.pop()
-        assert sum(map(len, left)) < before, "ranks that fit together do not wait in a circle"
+        assert sum(map(len, left)) < before, "ranks whose communications fit together do not deadlock"
 
 
 def idle_share(timelines: Sequence[Timeline]) -> float:
-    """The share of all ranks' time in a step in which they neither compute nor update: bubbles, and waits."""
+    """Return the share of all ranks' time in a step in which they neither compute nor update: bubbles and waits."""
     step = max(timeline.seconds for timeline in timelines)
     busy = sum(timeline.compute + timeline.optimizer for timeline in timelines)
     return 1 - busy / (step * len(timelines)) if step else 0.0
 
 
 def simulate(program: Program, hardware: Hardware, *, steps: bool = False) -> Timeline:
-    """The timeline of one run of the program, forward and backward one after the other.
+    """Return the timeline of one run of the program, forward then backward.
 
-    With `steps`, an optimizer's step follows a program that trains and does not take it itself.
+    With `steps`, an optimizer step follows if the program trains and does not update parameters itself.
     """
     lanes = _ProgramLanes(program, hardware)
     for node in program.graph.nodes:
@@ -88,26 +88,26 @@ def simulate(program: Program, hardware: Hardware, *, steps: bool = False) -> Ti
 
 
 def step_seconds(program: Program, hardware: Hardware) -> float:
-    """Seconds from the first line of the forward to the last of the backward."""
+    """Return the seconds from the first line of the forward to the last line of the backward."""
     return simulate(program, hardware).seconds
 
 
 def update_seconds(nbytes: int, hardware: Hardware) -> float:
-    """Seconds of an optimizer's step for shards of so many bytes."""
+    """Return the seconds of an optimizer step for shards of `nbytes` bytes."""
     return UPDATE_BYTES * nbytes / hardware.memory_bandwidth
 
 
 @dataclass(kw_only=True)
 class Lanes:
-    """The time of a rank: a lane of compute, and one for each group that it sends along."""
+    """The time of a rank: a compute lane, and a lane for each of its groups."""
 
     now: float = 0.0
-    """When what it computes next begins."""
+    """When its next compute begins."""
     wires: dict[Hashable, float] = field(default_factory=dict)
-    """When the last message of each group has arrived."""
+    """When the last message of each group arrives."""
 
     def launch(self, group: Hashable, seconds: float) -> tuple[float, float]:
-        """When a message begins and arrives that is launched now: those of a group follow each other."""
+        """Launch a message now; return when it begins, after earlier messages of its group, and when it arrives."""
         start = max(self.now, self.wires.get(group, 0.0))
         self.wires[group] = start + seconds
         return start, start + seconds
@@ -115,15 +115,15 @@ class Lanes:
 
 @dataclass
 class _ProgramLanes(Lanes):
-    """What has been simulated of a program so far."""
+    """The simulation of a program so far."""
 
     program: Program
     hardware: Hardware
     seconds: Seconds = line_seconds
     place: int = 0
-    """Along the pipeline axis."""
+    """The rank's coordinate along the pipeline axis."""
     mail: dict[Message, float] | None = None
-    """When what ranks send each other arrives, as far as it is known; None for one rank alone."""
+    """Arrival times of messages sent so far between ranks; None to simulate one rank alone."""
     events: list[Event] = field(default_factory=list)
     messages: list[Sent] = field(default_factory=list)
     _arrival: dict[fx.Node, float] = field(default_factory=dict)
@@ -149,11 +149,11 @@ class _ProgramLanes(Lanes):
         return op.source, self.place, op.message
 
     def run(self, node: fx.Node) -> bool:
-        """Run a line, but for the wait for what another rank has not sent yet; gives whether it has."""
+        """Run a line; return False for a wait whose message another rank has not sent yet."""
         op = data(node).op
         unit: str = getattr(op, "unit", "")
         if isinstance(op, Receive):
-            if self.mail is None:  # the other rank is taken to send at once
+            if self.mail is None:  # assume that the other rank sends at the same time
                 self._arrival[node] = self.now + self.seconds(self.program, node, self.hardware)
         elif isinstance(op, WaitReceive) and self.mail is not None:
             (received,) = node.all_input_nodes
@@ -175,12 +175,12 @@ class _ProgramLanes(Lanes):
         return True
 
     def step(self) -> None:
-        """An optimizer's step for all parameters."""
+        """Add an optimizer step for all parameters."""
         seconds = self._update_seconds(self.program.layout.trainable.values())
         self._event(None, "optimizer", "", "", Spent.OPTIMIZER, seconds)
 
     def _update_seconds(self, params: Iterable[Param]) -> float:
-        """Of an optimizer's step for this rank's shards of `params`: all of them, where they are not sharded."""
+        """Return the seconds of an optimizer step for this rank's shards of `params`."""
         nbytes = sum((param.shard_numel if param.shards else param.numel) * param.dtype.itemsize for param in params)
         return update_seconds(nbytes, self.hardware)
 
@@ -210,7 +210,7 @@ class _ProgramLanes(Lanes):
         self, node: fx.Node | None, operation: str, name: str, unit: str, spent: Spent, seconds: float, *,
         is_line: bool = False,
     ) -> None:  # fmt: skip
-        """What takes this long from now on; nothing for what takes no time."""
+        """Add an event that starts now, unless it takes no time."""
         if seconds:
             phase, of = (str(data(node).phase), node.name) if node is not None else ("", "")
             end = self.now + seconds

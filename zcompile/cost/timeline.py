@@ -1,16 +1,16 @@
-"""The timeline of a step: where its time went, as figures, as a page of text and as a trace.
+"""The timeline of a step: where its time went, as figures, as text and as a trace.
 
-Everything that was recorded is a span: the call of the model, in it a program's run, in that its lines, in a line the
-sending of a message or the wait for it. Each moment of the step belongs to the innermost span around it, which says
-what it was spent on:
+Records are nested spans: the call of the model contains runs of programs, a run contains lines, and a line contains the
+sending of a message or the wait for it. Each moment of the step belongs to the innermost span around it, which
+determines how the time counts:
 
     compute     in a region
-    exposed     sending what a collective sends, as far as the host itself does that, and waiting for one
-    optimizer   in an optimizer's step, also where a program takes it unit by unit
-    overhead    in other lines of a program, between them, in a call outside of programs, delivering gradients
-    idle        in none of them: the loss's own backward, the data loader, whatever the loop does
+    exposed     waiting for a collective, or sending its data if the host itself does that
+    optimizer   in an optimizer's step, also if a program updates unit by unit
+    overhead    in other lines of a program, between lines, in a call outside programs, delivering gradients
+    idle        in no span: the loss's own backward, the data loader, the rest of the training loop
 
-So these five add up to the step.
+These five add up to the time of the step.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Spent(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One span of a step; moments are seconds since the step began."""
+    """One span of a step; times are seconds since the step began."""
 
     operation: str
-    """The region, the function that a line calls, or what else this is: call, forward, backward, send, wait, ..."""
+    """The region, the function that a line calls, or another kind of span: call, forward, backward, send, wait, ..."""
     name: str
-    """Of the value that a line gives; of the program, for its run."""
+    """The name of a line's result, or of the program that runs."""
     unit: str
     phase: str
     spent: Spent
@@ -61,7 +61,7 @@ class Event:
     """Seconds that no event within this one covers."""
     is_line: bool = False
     node: str = ""
-    """The node of the program, where it is a line of one, or what such a line waits for."""
+    """The node of the program, if the span is a line, a send or a wait."""
 
     @property
     def seconds(self) -> float:
@@ -70,7 +70,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A collective of a step, from its launch to its end; those that run at the same time overlap."""
+    """A collective of a step, from its launch to its end; concurrent ones overlap."""
 
     operation: str
     unit: str
@@ -79,38 +79,38 @@ class Sent:
     start: float
     end: float
     node: str = ""
-    """The node of the program that launches it, where that is known."""
+    """The node of the program that launches it, if known."""
     group: str = ""
-    """The axis that it goes over; empty for the one that shards."""
+    """The name of its axis, or "" for the sharding axis."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of one rank, all in seconds."""
+    """One step of one rank; all times are in seconds."""
 
     number: int
-    """Of the step, from 0."""
+    """The number of the step, from 0."""
     rank: int
     world: int
     trains: bool
     """False for a call without gradients."""
     captures: bool
-    """True if programs were traced and compiled in this step: that is time of the call, around its programs."""
+    """True if programs were traced and compiled in this step, which counts as time of the call, outside programs."""
     device: bool
     """True for times of the CUDA stream, False for the host's."""
     began: float
     """When the step began, by `time.perf_counter`; ranks of one machine share that clock."""
     seconds: float
     events: Sequence[Event]
-    """In order; each lies within an earlier one or follows it."""
+    """In order; each event is within an earlier one or follows it."""
     messages: Sequence[Sent] | None
-    """None where it is not known when they ended: on CUDA."""
+    """None if their end times are unknown, as on CUDA."""
     predicted: bool = False
-    """True for what the simulator foretells."""
+    """True for a simulated timeline."""
 
     @classmethod
     def of(cls, step: StepRecord, rank: int, world: int) -> Timeline:
-        """What `step` tells. Where the device was recorded, this waits for the device."""
+        """Return the timeline of a recorded step. Synchronizes with the device if its times were recorded."""
         clock = _Clock(step)
         measured = [(m, m.ended) for m in step.messages]
         messages = [
@@ -135,7 +135,7 @@ class Timeline:
     # -- figures --------------------------------------------------------------------------------------------------
 
     def spent(self, on: Spent, *, phase: str | None = None, unit: str | None = None) -> float:
-        """Seconds spent on something, in one phase or for one unit if asked."""
+        """Return the seconds that count as `on`, optionally of one phase or unit only."""
         if on is Spent.IDLE:
             return self.seconds - sum(event.own for event in self.events)
         wanted = (e for e in self.events if e.spent is on)
@@ -143,32 +143,32 @@ class Timeline:
 
     @property
     def compute(self) -> float:
-        """In regions, and in code of the model that runs as plain Python."""
+        """Seconds in regions, and in code of the model that runs as plain Python."""
         return self.spent(Spent.COMPUTE)
 
     @property
     def exposed(self) -> float:
-        """Standing for communication: to wait for it, or for the host to send."""
+        """Seconds blocked on communication: waiting for it, or sending by the host."""
         return self.spent(Spent.EXPOSED)
 
     @property
     def optimizer(self) -> float:
-        """In steps of optimizers."""
+        """Seconds in optimizer steps."""
         return self.spent(Spent.OPTIMIZER)
 
     @property
     def overhead(self) -> float:
-        """Of the host: in lines that neither compute nor communicate, between lines, around programs, in delivery."""
+        """Seconds of the host in other lines, between lines, around programs, and in the delivery of gradients."""
         return self.spent(Spent.OVERHEAD)
 
     @property
     def idle(self) -> float:
-        """In nothing that is known here."""
+        """Seconds outside all recorded spans."""
         return self.spent(Spent.IDLE)
 
     @property
     def hidden(self) -> float | None:
-        """With communication in flight, and not standing for it; None where it is not known."""
+        """Seconds with communication in flight but not exposed; None if unknown."""
         if self.messages is None:
             return None
         flying = _union((message.start, message.end) for message in self.messages)
@@ -182,13 +182,13 @@ class Timeline:
 
     @property
     def overhead_per_line(self) -> float:
-        """Seconds of overhead in programs for each of their lines."""
+        """Seconds of overhead in programs, per line."""
         inside = sum(e.own for e in self.events if e.spent is Spent.OVERHEAD and e.phase)
         return inside / len(self.lines) if self.lines else 0.0
 
     @property
     def overheads(self) -> dict[str, float]:
-        """Seconds of overhead by what they were spent in, most first."""
+        """Seconds of overhead by operation, largest first."""
         result: dict[str, float] = defaultdict(float)
         for event in self.events:
             if event.spent is Spent.OVERHEAD:
@@ -197,10 +197,10 @@ class Timeline:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes that this rank sent; None where messages are not known."""
+        """Bytes that this rank sent; None if messages are unknown."""
         return None if self.messages is None else sum(message.nbytes for message in self.messages)
 
-    # -- for people -----------------------------------------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
         out = io.StringIO()
@@ -256,9 +256,9 @@ class Timeline:
         return table
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a trace that ui.perfetto.dev and chrome://tracing open: a process for the rank, a lane for each kind.
+        """Write a trace for ui.perfetto.dev or chrome://tracing: one process per rank, one lane per kind of event.
 
-        Ranks of one machine share the clock: the `traceEvents` of their files may be put into one.
+        Ranks of one machine share a clock, so the `traceEvents` of their files can be merged.
 
         Raises:
             OSError: the file cannot be written.
@@ -268,7 +268,7 @@ class Timeline:
         return target
 
     def flights(self) -> dict[str, list[Sent]]:
-        """Collectives by lane: each group has its own, and what flies at the same time within one has further ones."""
+        """Return collectives by lane: one lane per group, and more for concurrent collectives of a group."""
         result: dict[str, list[Sent]] = {}
         for message in self.messages or ():
             name = f"communication, {message.group}" if message.group else "communication"
@@ -278,9 +278,9 @@ class Timeline:
         return result
 
     def trace_events(self, process: int | None = None, name: str | None = None) -> list[dict[str, Any]]:
-        """What `save` writes, in Chrome's trace format: complete events (`ph` X) in microseconds.
+        """Return what `save` writes, in Chrome's trace format: complete events (`ph` X) in microseconds.
 
-        `process`: its number, by default the rank. `name`: what it is called.
+        `process`: the process id, by default the rank. `name`: the name of the process.
         """
         lanes = ["step and programs", "compute", "sends and waits", "optimizer"]
         result = [self._traced(0, f"step {self.number}", 0.0, self.seconds, {"trains": self.trains})]
@@ -318,7 +318,7 @@ _WHERE = {
 
 
 class _Clock:
-    """Seconds since the step began: of the stream if it was recorded all along, else of the host."""
+    """Seconds since the step began: on the stream if it was recorded throughout, else on the host."""
 
     def __init__(self, step: StepRecord) -> None:
         self.start = step.start
@@ -335,7 +335,7 @@ class _Clock:
 
 
 def _events(step: StepRecord, clock: _Clock) -> Iterator[Event]:
-    """All spans of `step`, in no order, without their own seconds."""
+    """Yield all spans of `step`, unordered, without `own` seconds."""
 
     def event(start: Moment, end: Moment, spent: Spent, operation: str, phase: str = "", name: str = "") -> Event:
         begins = max(clock.at(start), 0.0)
@@ -364,7 +364,7 @@ def _lines(run: RecordedRun) -> Iterator[tuple[Line, Moment, Moment]]:
 
 
 def _nested(events: Iterable[Event]) -> Iterator[Event]:
-    """`events` in order, each with its own seconds; one within a line or a run is of its phase and unit."""
+    """Yield `events` in order, with `own` seconds; events within a line or a run inherit its phase and unit."""
     result = sorted(events, key=lambda event: (event.start, -event.end))
     own = [event.seconds for event in result]
     around: list[int] = []
@@ -380,7 +380,7 @@ def _nested(events: Iterable[Event]) -> Iterator[Event]:
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans of time without what they share, in order."""
+    """Return the union of spans of time as disjoint spans, in order."""
     result: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if result and start <= result[-1][1]:
