@@ -1,1 +1,1 @@
-"""A model taken apart: units, shards, the values that it starts from."""
+"""Dividing a model: its units, its shards, its initial values, and tensor parallelism."""

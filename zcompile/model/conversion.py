@@ -1,4 +1,4 @@
-"""Conversions of a sharded model, as by `model.to(torch.bfloat16)`, its copies, and modules that keep their dtype."""
+"""Converting a sharded model, as by `model.to(torch.bfloat16)`, copying it, and modules that keep their dtype."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from zcompile.torch_internals.pytree import tree_leaves, tree_map_only
 def kinds_made(
     module: nn.Module, convert_one: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[tuple[torch.dtype, torch.device], torch.Tensor]:
-    """What `convert_one` gives for an empty tensor of each kind that `module` has."""
+    """Return the result of `convert_one` on an empty tensor of each dtype and device that `module` has."""
     kinds = {(tensor.dtype, tensor.device) for tensor in (*module.parameters(), *module.buffers())}
     return {kind: convert_one(torch.empty(0, dtype=kind[0], device=kind[1])) for kind in kinds}
 
 
 def check_unhooked(sites: Iterable[Site]) -> None:
-    """Raise ParameterError for a parameter with hooks, which its conversion would lose."""
+    """Raise ParameterError for a parameter with hooks, which a conversion would lose."""
     for site in sites:
         if with_gradient_hooks([site.shard]) or post_accumulate_hooks(site.shard):
             problem = "has hooks on its gradient, which a conversion would lose"
@@ -44,7 +44,7 @@ def convert(
     sites: Iterable[Site],
     convert_one: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, UnitShards]:
-    """Shards in the dtypes of `layout`, under the same parameters, and buffers as `convert_one` gives them."""
+    """Convert shards to the dtypes of `layout`, keeping the same parameter objects, and buffers by `convert_one`."""
     made = {}
     for unit in layout.units:
         old = shards[unit.name]
@@ -68,23 +68,23 @@ def copy_model(
     memory: ShardMemory,
     memo: dict[int, Any],
 ) -> tuple[nn.Module, dict[str, UnitShards], list[Site]]:
-    """A copy of `model`, its shards by unit, and the places that hold them.
+    """Return a copy of `model`, its shards by unit, and its sites.
 
-    `memo` is that of `copy.deepcopy`, which is to know of the new shards, too: an optimizer that is copied with the
-    model steps these.
+    `memo`: the memo of `copy.deepcopy`, to which the new shards are added, so that an optimizer that is copied together
+    with the model steps them.
     """
     copies = {unit.name: shards[unit.name].copied(unit, communicator, memory) for unit in layout.units}
     new = {name: parameter for unit in copies.values() for name, parameter in unit.parameters.items()}
     memo |= {id(site.shard): new[site.name] for site in sites}
     copied = copy.deepcopy(model, memo)
-    tied = {site.name: site.placeholder for site in sites}  # one for all places of a parameter
-    made = {name: placeholder_of(one, one.dtype, communicator.device) for name, one in tied.items()}
-    places = []
+    tied = {site.name: site.placeholder for site in sites}  # a tied parameter has one placeholder at all its sites
+    made = {name: placeholder_of(old, old.dtype, communicator.device) for name, old in tied.items()}
+    copied_sites = []
     for site in sites:
         placeholder, local = made[site.name]
         owner = memo[id(site.owner)]
-        places.append(replace(site, owner=owner, shard=new[site.name], placeholder=placeholder, local=local))
-    return copied, copies, places
+        copied_sites.append(replace(site, owner=owner, shard=new[site.name], placeholder=placeholder, local=local))
+    return copied, copies, copied_sites
 
 
 # -- modules in their own dtype ---------------------------------------------------------------------------------------
@@ -92,21 +92,21 @@ def copy_model(
 
 @dataclass(frozen=True)
 class OwnDtype:
-    """Stands in a module for a method, `forward` too: calls it outside of autocast, with arguments cast to `dtype`.
+    """Wraps a method of a module, such as `forward`: calls it with autocast disabled, with arguments cast to `dtype`.
 
-    An attribute of the instance, as wrappers of forward commonly are. It holds a bound method, so that a copy of the
-    module has one that calls the copy.
+    It is an attribute of the module instance, as wrappers of `forward` commonly are, and holds a bound method, so that
+    the wrapper in a copy of the module calls the copy.
     """
 
     method: Callable[..., Any]
     device: str
     dtype: torch.dtype
     __wrapped__: Callable[..., Any] = field(repr=False)
-    """For inspect.signature."""
+    """The method, for `inspect.signature`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Lists and dicts among them are copied only where a tensor is cast: a method may write to what it is given.
-        if any(isinstance(one, torch.Tensor) and self._is_cast(one) for one in tree_leaves((args, kwargs))):
+        # Lists and dicts are copied only if a tensor is cast: a method may write to its arguments.
+        if any(isinstance(leaf, torch.Tensor) and self._is_cast(leaf) for leaf in tree_leaves((args, kwargs))):
             args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         with torch.autocast(self.device, enabled=False):
             return self.method(*args, **kwargs)
@@ -119,9 +119,9 @@ class OwnDtype:
 
 
 def compute_in_own_dtype(module: nn.Module, methods: Iterable[str], device: torch.device) -> None:
-    """Let `methods` of a module, whose parameters have one dtype, compute in it, whatever autocast is around them.
+    """Let `methods` of a module compute in the dtype of its parameters, whatever autocast surrounds the calls.
 
-    Those in the place of nn.Module's own, which load and save, compute nothing.
+    All parameters have the same dtype. Overrides of methods of nn.Module, which load and save, are left alone.
     """
     dtype = next(module.parameters()).dtype
     for name in methods:

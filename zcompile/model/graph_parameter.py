@@ -1,4 +1,4 @@
-"""A parameter that graphs of `torch.compile` alone can read: it is sharded, and has no memory of its own."""
+"""A sharded parameter without memory of its own, which only graphs of `torch.compile` can read."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _OF_KIND = frozenset(
     "randn_like register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride "
     "untyped_storage zeros_like".split()
 )
-"""Names of functions that read no values."""
+"""Names of functions that do not read values."""
 _CONVERSIONS = frozenset({"to", "float", "double", "half", "bfloat16", *KINDS})
 _OF_GRADIENTS = frozenset({torch.autograd.backward, torch.autograd.grad})
 
 
 class GraphParameter(nn.Parameter):
-    """A parameter of the user's whose memory is given up. What is not traced is refused its values, before it has them.
+    """A user's parameter whose memory was given up. Access to its values outside traced code raises an error.
 
-    `state_dict()` of a module takes `detach()` of it, and `load_state_dict` calls `copy_`: these are the shard's.
+    `state_dict()` of a module calls `detach()` on it, and `load_state_dict` calls `copy_`: both act on the shard.
     """
 
     zcompile_name: str
@@ -47,19 +47,19 @@ class GraphParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do `func`, which is traced or looks at no values; raise ParameterError if it reads or writes them."""
+        """Run `func` if it is traced or does not access values; raise ParameterError if it reads or writes them."""
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # first: Dynamo traces this
+        if torch.compiler.is_compiling():  # must be first: Dynamo traces this function
             return super().__torch_function__(func, types, args, kwargs)
         of_kind = func.__name__ in _OF_KIND and func not in _VALUES and func != _SET_DATA
-        if of_kind or func in _OF_GRADIENTS or tracing_context() is not None:  # the last: Dynamo's own questions
+        if of_kind or func in _OF_GRADIENTS or tracing_context() is not None:  # the last: queries of Dynamo itself
             with no_torch_function():
                 return func(*args, **kwargs)
         if func in _OF_SHARDS and isinstance(args[0], GraphParameter):
             return _OF_SHARDS[func](*args)
         if func.__name__ in _CONVERSIONS:
             return _converted(func, *args, **kwargs)
-        if func == _SET_DATA and args[0] is args[1]:  # by a module that was converted to what it is
+        if func == _SET_DATA and args[0] is args[1]:  # a conversion of the module that changes nothing
             return None
         held = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GraphParameter))
         written = func == _SET_DATA or (func.__name__.endswith("_") and not func.__name__.endswith("__"))
@@ -77,7 +77,7 @@ class GraphParameter(nn.Parameter):
 
     @property
     def zcompile_shard(self) -> nn.Parameter:
-        """What the optimizer steps."""
+        """The shard, which the optimizer steps."""
         return self.zcompile_unit.parameters[self.zcompile_name]
 
 
@@ -86,7 +86,8 @@ def give_to_graphs(
 ) -> None:
     """Give up the memory of `parameter`, which `unit` has sharded as `name`.
 
-    `memory`, at least as large, stands for it: what reads it past torch, as compiled extensions do, finds that.
+    `memory` replaces it, with at least as many elements: code that bypasses torch's dispatch, such as extensions, reads
+    that.
     """
     parameter.data = memory[: parameter.numel()].view(parameter.shape)
     parameter.__class__ = _class_of(type(parameter))
@@ -96,12 +97,12 @@ def give_to_graphs(
 
 @functools.cache
 def _class_of(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class for parameters of a class of the user's, so that it still is one of them."""
+    """Return a GraphParameter class that is also a subclass of `kind`, the class of the user's parameter."""
     return GraphParameter if kind is nn.Parameter else type(kind.__name__, (GraphParameter, kind), {})
 
 
 def _converted(func: Callable[..., Any], parameter: GraphParameter, *args: Any, **kwargs: Any) -> GraphParameter:
-    """The parameter itself, where it is of that dtype on that device already."""
+    """Return the parameter itself if it has that dtype and device already, else raise ParameterError."""
     with no_torch_function():
         converted: object = func(parameter, *args, **kwargs)
     if converted is not parameter:
@@ -111,9 +112,9 @@ def _converted(func: Callable[..., Any], parameter: GraphParameter, *args: Any, 
 
 
 def _detach(parameter: GraphParameter) -> DTensor:
-    shown = copyable(cast(DTensor, parameter.zcompile_shard.detach()))
-    parameter.zcompile_freshness.give([shown])
-    return shown
+    detached = copyable(cast(DTensor, parameter.zcompile_shard.detach()))
+    parameter.zcompile_freshness.give([detached])
+    return detached
 
 
 def _copy(parameter: GraphParameter, value: torch.Tensor, *_: object) -> GraphParameter:

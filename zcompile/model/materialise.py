@@ -1,10 +1,10 @@
-"""Materialising: the full values that a model starts from, one unit at a time.
+"""Materializes the full initial values of a model, one unit at a time.
 
-    embed  blocks.0  blocks.1  head      the turn of blocks.0: it alone has memory, and what the model's
-    meta   ########  meta      meta      code writes to the others does nothing
+    embed  blocks.0  blocks.1  head      the turn of blocks.0: only it has memory, and writes of the
+    meta   ########  meta      meta      model's code to other parameters have no effect
 
-So any code that initialises a model serves one unit of it, and the peak of memory is one unit beside the shards.
-Modules that are no unit's, because they have no parameters, have a turn of their own after all units.
+So any code that initializes a model can initialize a single unit, and the peak memory is one unit in addition to the
+shards. Modules without parameters, which belong to no unit, have a turn of their own after all units.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Method = Callable[..., Any]
 
 
 class Materialiser:
-    """Full values of a model's parameters and buffers: its own, or those of its code or of `weights` for it.
+    """Full values of a model's parameters and buffers: from the model itself, its initialization code, or `weights`.
 
-    What has memory keeps its values unless there are weights; what is on meta gets memory. The module tree is as it was
-    after every call; `place_buffers` alone changes it.
+    Tensors with memory keep their values unless there are weights; tensors on meta get memory. Every call leaves the
+    module tree unchanged, except `place_buffers`.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, communicator: Communicator, weights: Weights | None) -> None:
@@ -47,22 +47,22 @@ class Materialiser:
         self.parameters = dict(model.named_parameters())
         self.blank = {id(param): _blank(param, self.device) for param in self.parameters.values()}
         self.buffers: dict[int, torch.Tensor] = {}
-        """Values of the buffers that had none, by the identity of what stands in their place."""
+        """New values of buffers, by the `id` of the buffer in the module tree."""
         self.stored = _match(weights, self.places) if weights else {}
 
     def full(self, unit: Unit) -> Iterator[tuple[Param, nn.Parameter]]:
-        """Each parameter of `unit` with its values on this rank; raise ModelError for one left unwritten."""
+        """Yield each parameter of `unit` with its values on this rank; raise ModelError for one left unwritten."""
         made = self._turn(unit.name)
         for param in unit.params:
             original = self.parameters[param.name]
             yield param, made.pop(id(original)) if id(original) in made else self._given(original)
 
     def skip(self, unit: Unit) -> None:
-        """Run the model's code for `unit`, whose parameters are another rank's: for its buffers, and what it draws."""
+        """Run the model's code for a `unit` of another rank, for its buffers and its random draws."""
         self._turn(unit.name)
 
     def place_buffers(self) -> None:
-        """Give every buffer memory and put it in place, after all units; raise ModelError for one left unwritten."""
+        """Give every buffer memory in the module tree, after all units; raise ModelError for one left unwritten."""
         self._turn(None)
         if any(place.held.is_meta for place in self.places):
             self._refuse_stray_tensors()
@@ -75,14 +75,14 @@ class Materialiser:
                 place.table[place.key] = self.buffers[id(place.held)]
 
     def _given(self, original: nn.Parameter) -> nn.Parameter:
-        """`original` with the values of the weights, if there are any."""
+        """Return `original`, with its values from the weights if there are any."""
         if id(original) not in self.stored:
             return original
         value = self._stored(original)
         return nn.Parameter(value, original.requires_grad) if original.is_meta else original
 
     def _stored(self, original: torch.Tensor) -> torch.Tensor:
-        """The weights for `original`, in its own memory if it has any; on other ranks memory that is broadcast to."""
+        """Return the weights for `original`, in its memory if it has any; on other ranks, memory to broadcast into."""
         device = self.device if original.is_meta else original.device
         value = self._read(self.stored[id(original)], original)
         if value is None:
@@ -90,26 +90,26 @@ class Materialiser:
         return value.to(device, original.dtype) if original.is_meta else original.copy_(value)
 
     def _read(self, name: str, original: torch.Tensor) -> torch.Tensor | None:
-        """The weights called `name`, for `original`, on the first rank. Collective; an OptionError is on every rank."""
+        """Return the weights `name` for `original` on rank 0, else None; raise OptionError on all ranks. Collective."""
         assert self.weights is not None, "only weights are read"
         value, problem, why = None, "", "the first rank cannot read it"
         try:
             value = None if self.communicator.rank else self.weights.read(name)
             problem = "" if value is None else _problem(value, original)
-        except Exception as error:  # a disk, a network, a file that somebody cuts while it is read
+        except Exception as error:  # from a disk, a network, or a file that is truncated while it is read
             problem, why = PROBLEMS[0], f"{type(error).__name__}: {error}"
-        codes = torch.tensor([problem == one for one in PROBLEMS], dtype=torch.int32)
-        for one, found in zip(PROBLEMS, self.communicator.any_rank(codes).tolist(), strict=True):
+        codes = torch.tensor([problem == known for known in PROBLEMS], dtype=torch.int32)
+        for template, found in zip(PROBLEMS, self.communicator.any_rank(codes).tolist(), strict=True):
             if found:
-                said = one.format(dtype=original.dtype, why=why)
+                reason = template.format(dtype=original.dtype, why=why)
                 fix = "fix the source, build the model again and repeat: values of this one may be gone"
-                raise OptionError("weights", f"{name} of {self.weights.source} {said}", fix)
+                raise OptionError("weights", f"{name} of {self.weights.source} {reason}", fix)
         return value
 
     # -- the model's own code -------------------------------------------------------------------------------------
 
     def _turn(self, unit: str | None) -> dict[int, nn.Parameter]:
-        """Values for what `unit` has on meta, by the model's code; parameters are returned, buffers kept."""
+        """Run the model's code for the tensors of `unit` on meta; return parameters by `id`, store buffers."""
         wanted = [
             place
             for place in self.first.values()
@@ -138,7 +138,7 @@ class Materialiser:
 
     @contextlib.contextmanager
     def _only_materialised(self, real: dict[int, torch.Tensor]) -> Iterator[None]:
-        """`real` in the module tree, all other parameters on meta; afterwards the tree is as it was."""
+        """Put `real` into the module tree, with all other parameters on meta; restore the tree afterwards."""
         try:
             for place in self.places:
                 key = id(place.held)
@@ -158,18 +158,18 @@ class Materialiser:
 
 
 class InitCode:
-    """The model's code that gives values, and on whose turn it runs.
+    """The model's initialization code, and the turns on which it runs.
 
-    On a turn: `reset_parameters()` of each module of or around the unit, children first as in construction;
+    On a turn: `reset_parameters()` of each module in or around the unit, children first as in construction;
     `init_weights()` of the outermost module of the unit; `_init_weights(module)`, as Hugging Face calls it, of the
-    nearest module around each that has it; `init_weights()` of the outermost module around the unit and others.
+    nearest enclosing module that has it; `init_weights()` of the outermost module around the unit and others.
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.modules = dict(model.named_modules())
         self.layout = layout
         self.turns: dict[str, set[str | None]] = {}
-        """When the code of each module runs. None: after all units."""
+        """The turns on which the code of each module runs; None is the turn after all units."""
         self.hooks: dict[str, Method | None] = {}
         units = _units_within(layout)
         for path, module in self.modules.items():
@@ -180,14 +180,14 @@ class InitCode:
             self.hooks[path] = hook or (self.hooks[_parent(path)] if path else None)
 
     def turn(self, place: TensorPlace) -> str | None:
-        """On whose turn the value of a place is made."""
+        """Return the turn on which the value at a place is computed."""
         if isinstance(place.held, nn.Parameter):
             return self.layout.unit_of(place.name).name
         turns = self.turns[place.path]
         return next(iter(turns)) if len(turns) == 1 else None
 
     def run(self, unit: str | None) -> None:
-        """Run the code of one turn; raise ModelError where it fails."""
+        """Run the code of one turn; raise ModelError if it fails."""
         mine = [path for path in _children_first(self.modules) if unit in self.turns[path]]
         for path in mine:
             module = self.modules[path]
@@ -200,7 +200,7 @@ class InitCode:
             self._call(path, _method(self.modules[path], "init_weights"), unit)
 
     def _outermost(self, paths: list[str]) -> list[str]:
-        """Those with an `init_weights()` that lie in no other; none where `_init_weights(module)` is called."""
+        """Return the outermost paths with an `init_weights()`, except where `_init_weights(module)` is called."""
         result: list[str] = []
         for path in paths:
             inside = any(outer == "" or path.startswith(f"{outer}.") for outer in result)
@@ -231,7 +231,7 @@ def _first_places(places: list[TensorPlace]) -> dict[int, TensorPlace]:
 
 
 def _units_within(layout: Layout) -> defaultdict[str, set[str | None]]:
-    """The units that have parameters in a module or below it, by the module's path."""
+    """Map each module path to the units that have parameters in or below the module."""
     units: defaultdict[str, set[str | None]] = defaultdict(set)
     for param in layout.params:
         path = param.name
@@ -246,7 +246,7 @@ def _parent(path: str) -> str:
 
 
 def _children_first(modules: dict[str, nn.Module]) -> list[str]:
-    """The paths in the order in which constructors end."""
+    """Return the paths in the order in which constructors finish."""
     ordered: list[str] = []
     waiting: list[str] = []
     for path in modules:
@@ -257,7 +257,7 @@ def _children_first(modules: dict[str, nn.Module]) -> list[str]:
 
 
 def _method(module: nn.Module, name: str, *args: nn.Module) -> Method | None:
-    """The method of this name, if it can be called with these arguments."""
+    """Return the method `name` if it can be called with these arguments, else None."""
     method = getattr(module, name, None)
     if not inspect.isroutine(method):
         return None
@@ -273,9 +273,9 @@ def _method(module: nn.Module, name: str, *args: nn.Module) -> Method | None:
 
 
 class _Blank(nn.Parameter):
-    """A parameter on meta that says it is on the model's device: code makes its tables where its parameters are.
+    """A parameter on meta whose `.device` is the model's, as initialization code creates tables on that device.
 
-    Only to whom asks it: operations, whose results have no values, are to see meta.
+    Operations, whose results have no values, see meta.
     """
 
     zcompile_device: torch.device
@@ -284,7 +284,7 @@ class _Blank(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func`, but for a question after the device."""
+        """Run `func`; `.device` returns the model's device."""
         if func == _DEVICE and isinstance(args[0], cls):
             return args[0].zcompile_device
         with no_torch_function():
@@ -295,21 +295,21 @@ _DEVICE = torch.Tensor.device.__get__
 
 
 def _blank(param: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """`param` without memory, for code that runs on `device`."""
+    """Return `param` without memory, for code that runs on `device`."""
     made = _Blank(param.detach().to("meta"), param.requires_grad)
-    vars(made).update(vars(param))  # marks that the model's code reads
+    vars(made).update(vars(param))  # attributes that the model's code may read
     made.zcompile_device = device
     return made
 
 
 def _unwritten(original: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for `original`; where the dtype has NaN, full of it, so that every unwritten element shows."""
+    """Return memory for `original`, filled with NaN if its dtype has it, so that unwritten elements are detected."""
     value = torch.empty(original.shape, dtype=original.dtype, device=device)
     if _has_nan(value):
         value.fill_(torch.nan)
     if isinstance(original, nn.Parameter):
         value = nn.Parameter(value, original.requires_grad)
-    vars(value).update(vars(original))  # marks that the model's code reads
+    vars(value).update(vars(original))  # attributes that the model's code may read
     return value
 
 
@@ -318,7 +318,7 @@ def _is_written(value: torch.Tensor, version: int) -> bool:
         return True
     if _has_nan(value):
         real = torch.view_as_real(value) if value.is_complex() else value
-        return not bool(real.max().isnan())  # no mask: it would be a quarter of the tensor
+        return not bool(real.max().isnan())  # not isnan().any(): a mask takes a quarter of the tensor's memory
     return version_of(value) != version
 
 
@@ -327,7 +327,7 @@ def _has_nan(value: torch.Tensor) -> bool:
 
 
 def _found(place: TensorPlace) -> torch.Tensor:
-    """What stands in a place after the model's code has run, which may have put a tensor of its own there."""
+    """Return the tensor at a place after the model's code has run, which may have replaced it."""
     value: torch.Tensor | None = place.table[place.key]
     wanted = place.held
     kind = "nothing" if value is None else f"{list(value.shape)} {value.dtype}{' on meta' if value.is_meta else ''}"
@@ -342,10 +342,10 @@ def _found(place: TensorPlace) -> torch.Tensor:
 
 
 def trim() -> None:
-    """Hand the pages of freed tensors back to the system.
+    """Return the pages of freed tensors to the operating system.
 
-    glibc keeps tensors of less than 32 MiB in its heap, where the shards, which stay, come to lie in the holes of the
-    unit before, so that the next unit needs new pages: measured at GPT-2 XL, 2 GiB of holes.
+    glibc keeps tensors of less than 32 MiB in its heap. There, shards, which stay, are allocated in the holes of the
+    previous unit, so that the next unit needs new pages: with GPT-2 XL, 2 GiB of holes were measured.
     """
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # no other C library has it
     if malloc_trim is not None:
@@ -359,7 +359,7 @@ PROBLEMS = ("cannot be read: {why}", "holds NaN, which no {dtype} parameter star
 
 
 def _problem(value: torch.Tensor, original: torch.Tensor) -> str:
-    """Which of PROBLEMS a value has that is to become `original`; infinity may be meant, and in buffers NaN too."""
+    """Return the one of PROBLEMS that `value` has as `original`, else ""; infinity, and NaN in buffers, are allowed."""
     if not value.numel() or not _has_nan(value):
         return ""
     ends = torch.stack(
@@ -372,10 +372,10 @@ def _problem(value: torch.Tensor, original: torch.Tensor) -> str:
 
 
 def check_weights(weights: Weights, model: nn.Module) -> str:
-    """Compare names, shapes and dtypes with the model's; what is to be said of values that will be rounded.
+    """Compare names, shapes and dtypes with the model's; return a note on values that will be rounded, or "".
 
     Raises:
-        ModelError: a name is missing, has no place in the model, or has another shape or kind of numbers there.
+        ModelError: a name is missing or unknown to the model, or has another shape or kind of numbers there.
     """
     places = list(tensor_places(model.named_modules(remove_duplicate=False)))
     stored, first = _match(weights, places), _first_places(places)
@@ -387,7 +387,7 @@ def check_weights(weights: Weights, model: nn.Module) -> str:
 
 
 def _match(weights: Weights, places: list[TensorPlace]) -> dict[int, str]:
-    """For each parameter and persistent buffer, by identity, the name under which the weights have it.
+    """Map the `id` of each parameter and persistent buffer to its name in the weights.
 
     Raise ModelError for a name that is missing or unknown, or has another shape or kind of numbers in the model.
     """

@@ -1,4 +1,4 @@
-"""Sharding a model: every parameter replaced by its shard in the module tree, and the full one freed."""
+"""Shards a model: replaces every parameter in the module tree by its shard, and frees the full one."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from zcompile.torch_internals.modules import TensorPlace, parameters_of, tensor_
 from zcompile.torch_internals.pytree import tree_leaves
 
 Retired = dict[int, tuple[nn.Parameter, str]]
-"""Parameters from before `compile`, with their names, by identity."""
+"""Parameters from before `compile`, with their names, by `id`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A place in the module tree that holds a parameter; a tied parameter has several."""
+    """An attribute in the module tree that holds a parameter; a tied parameter has several sites."""
 
     owner: nn.Module
     key: str
     name: str
     shard: nn.Parameter
     placeholder: nn.Parameter = field(repr=False)
-    """What stands here while a call runs: the full parameter's shape without memory, for the tracer to see."""
+    """Held here while a call is traced or runs: a parameter of the full shape without memory."""
     local: Local | None = None
-    """What graphs are given for it, of a tensor-parallel parameter."""
+    """For a tensor-parallel parameter, what graphs receive for it."""
 
 
 class _Refusing:
@@ -58,21 +58,21 @@ class _Refusing:
 
 
 class RetiredParameter(_Refusing, nn.Parameter):
-    """A parameter from before `compile`: whoever still holds it is told, whatever he does with it."""
+    """A parameter from before `compile`: every use of it raises an error."""
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"RetiredParameter({self.zcompile_name!r})"
 
 
 class RetiredDTensor(_Refusing, DTensor):
-    """The same of a tensor-parallel parameter."""
+    """A tensor-parallel parameter from before `compile`: every use of it raises an error."""
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"RetiredDTensor({self.zcompile_name!r})"
 
 
 def retire(parameter: nn.Parameter, name: str) -> None:
-    """Let every use of `parameter` be an error that says `name`."""
+    """Make every use of `parameter` raise an error that names it `name`."""
     kinds: dict[type[Any], type[Any]] = {nn.Parameter: RetiredParameter, DTensor: RetiredDTensor}
     if (kind := kinds.get(type(parameter))) is not None:
         parameter.zcompile_name = name  # type: ignore[attr-defined]
@@ -90,11 +90,11 @@ def shard_model(
 ) -> tuple[dict[str, UnitShards], list[Site], Retired]:
     """Replace every parameter of `model` by its shard, with rank 0's values, and free the full one. Collective.
 
-    What has no values yet gets them unit by unit, or all is read from `weights`: see `zcompile.model.materialise`.
-    `parallel`: over what the model is divided already. `memory`: where shards are to be. `whole`: the layout of all of
-    the model, if this rank is to have the units of `layout` alone; the values that it starts from are the same then.
+    Parameters without values get them unit by unit, or all are read from `weights`: see `zcompile.model.materialise`.
+    `parallel`: how the model is divided already. `memory`: the memory for shards. `whole`: the layout of the whole
+    model, if this rank keeps only the units of `layout`; initial values do not depend on that.
 
-    Returns the shards by unit, the places in the module tree, and the parameters that were replaced.
+    Returns the shards by unit, the sites in the module tree, and the parameters that were replaced.
 
     Raises:
         ModelError: a parameter or buffer gets no values, or `weights` do not fit the model.
@@ -127,7 +127,7 @@ def shard_model(
             if is_host(communicator.device):
                 trim()
         values.place_buffers()
-        # Last: the model's code, while it gives values, never meets a shard, and an error leaves meta as it was.
+        # Last, so that initialization code never sees a shard, and an error leaves a model on meta unchanged.
         for site in sites:
             parameters_of(site.owner)[site.key] = site.shard
         for old, name in retired.values():
@@ -138,9 +138,9 @@ def shard_model(
 
 
 def placeholder_of(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> tuple[nn.Parameter, Local | None]:
-    """A parameter shaped like `param`, contiguous as gathered ones are, whose memory is freed at once.
+    """Return a contiguous parameter with the shape of `param` and freed memory, and None.
 
-    Of a DTensor it is one, laid out alike, and comes with the leaf that its local part is.
+    For a DTensor, return a DTensor with the same placements, and the leaf that represents its local part in graphs.
     """
     empty = torch.empty(local_tensor(param).shape, dtype=dtype, device=device)
     empty.untyped_storage().resize_(0)
@@ -160,16 +160,16 @@ _HARMLESS = _OF_EVERY_CLASS | {"__init__", "__new__", "__repr__", "__annotations
 
 
 def check_kinds(model: nn.Module) -> None:
-    """Raise ModelError for tensors of `model` that are more than their elements, such as quantised weights.
+    """Raise ModelError for tensor subclasses in `model` with behavior of their own, such as quantized weights.
 
-    As a shard such a tensor would silently be a plain one of its dequantised values.
+    Sharding such a tensor would silently turn it into a plain tensor of its dequantized values.
     """
     for name, tensor in _tensors(model):
         check_kind(name, tensor)
 
 
 def check_kind(name: str, tensor: torch.Tensor) -> None:
-    """The same of one tensor that is called `name`."""
+    """Raise ModelError if `tensor`, called `name`, is lazy or a tensor subclass with behavior of its own."""
     if is_lazy(tensor):
         fix = "call the plain model with a batch before zcompile.compile, which gives it one"
         raise ModelError(name, "has no shape yet", fix)
@@ -181,7 +181,7 @@ def check_kind(name: str, tensor: torch.Tensor) -> None:
 
 
 def _changed(kind: type[torch.Tensor]) -> str:
-    """What a class does otherwise than Tensor; empty if nothing."""
+    """Return the name of an attribute of Tensor that a class overrides; "" if there is none."""
     for base in kind.__mro__:
         if base in (nn.Parameter, torch.Tensor):
             return ""
@@ -192,7 +192,7 @@ def _changed(kind: type[torch.Tensor]) -> str:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers and other attributes."""
+    """Yield parameters, buffers and other tensor attributes, by name."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     for path, module in model.named_modules():

@@ -1,11 +1,11 @@
-"""Tensor parallelism: models whose parameters are DTensors over a mesh dimension of their own when they are sharded.
+"""Tensor parallelism: models whose parameters are DTensors over another mesh dimension before they are sharded.
 
     mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
     compiled = zcompile.compile(model, mesh=mesh["dp"])
 
-What a rank of the tensor-parallel mesh has of a parameter is sharded as a whole parameter would be. The model's code
-runs on DTensors, as it does without zcompile; graphs are given the local tensors that they consist of.
+The local part of a parameter on a tensor-parallel rank is sharded like a whole parameter. The model's code runs on
+DTensors, as it does without zcompile; graphs receive their local tensors.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from zcompile.torch_internals.dtensor import flattened, joint_mesh, local_tensor
 
 
 def model_parallel(model: nn.Module, mesh: DeviceMesh | None, *, flat: bool = False) -> ModelParallel | None:
-    """The mesh over which parameters of `model` are divided beside the data-parallel `mesh`; None if none is.
+    """Return how parameters of `model` are divided in addition to the data-parallel `mesh`; None if they are not.
 
-    `flat`: shards are divided over all dimensions of `mesh`, as if it had one. Collective.
+    `flat`: shards are divided over all dimensions of `mesh` as if it had one. Collective.
 
     Raises:
-        ModelError: parameters that are divided otherwise than `parallelize_module` does it, or over several meshes.
+        ModelError: parameters are divided differently than by `parallelize_module`, or over several meshes.
         GroupError: `mesh` is not the other dimension of the same mesh.
     """
     own = check_divided(model)
@@ -59,18 +59,18 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise_rep": partial(ColwiseParallel, output_layouts=Replicate()),
     "embedding_rowwise": partial(RowwiseParallel, input_layouts=Replicate()),
 }
-"""What Hugging Face's `tp_plan` calls styles that torch has."""
+"""Torch's styles by their names in Hugging Face's `tp_plan`."""
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """The plan that a model brings along as its `tp_plan`, as `parallelize_module` takes it.
+    """Return the model's own plan, its attribute `tp_plan`, for `parallelize_module`.
 
         parallelize_module(model, mesh["tp"], zcompile.tensor_parallel_plan(model))
 
-    Models of Hugging Face have one, of names of styles; another model may have a dict of module patterns to styles.
+    Hugging Face models have one with names of styles; other models may have a dict from module patterns to styles.
 
     Raises:
-        ModelError: it has none, or one with a style that torch does not have.
+        ModelError: the model has no plan, or its plan has a style that torch does not have.
     """
     found = getattr(model, "tp_plan", None)
     if not isinstance(found, Mapping) or not found:
@@ -88,10 +88,10 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def check_divided(model: nn.Module) -> DeviceMesh | None:
-    """The mesh over which parameters of `model` are divided; None if none is.
+    """Return the mesh over which parameters of `model` are divided; None if they are not.
 
     Raises:
-        ModelError: parameters that are divided otherwise than `parallelize_module` does it, or over several meshes.
+        ModelError: parameters are divided differently than by `parallelize_module`, or over several meshes.
     """
     for name, buffer in model.named_buffers():
         if isinstance(buffer, DTensor):
@@ -109,7 +109,7 @@ def check_divided(model: nn.Module) -> DeviceMesh | None:
 
 
 def divided_parameters(model: nn.Module) -> frozenset[str]:
-    """The names of those parameters of which ranks have different parts."""
+    """Return the names of the parameters of which ranks have different parts."""
     return frozenset(name for name, param in model.named_parameters() if not _is_replicated(param))
 
 
@@ -128,7 +128,7 @@ def _check_placement(name: str, param: DTensor) -> None:
 
 
 def _joint(data: DeviceMesh | None, model: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh, tuple[AxisKind, ...]]:
-    """The mesh of all dimensions, its ranks as one, and what those of `data` are for; or a GroupError. Collective."""
+    """Return the joint mesh, the same flattened, and the kinds of `data`'s axes; raise GroupError. Collective."""
     names = model.mesh_dim_names or ("tp",)
     fix = f"give the other dimension of the mesh that {names[0]!r} is of: mesh=mesh['dp']"
     if data is None:
@@ -138,7 +138,7 @@ def _joint(data: DeviceMesh | None, model: DeviceMesh) -> tuple[DeviceMesh, Devi
     try:
         joint = joint_mesh(data, model)
         ranks = joint.mesh.flatten()
-        if not torch.equal(ranks, ranks.sort().values):  # torch does not reduce over dimensions in another order
+        if not torch.equal(ranks, ranks.sort().values):  # torch cannot reduce over dimensions in another order
             raise ValueError("it comes behind it")
         return joint, flattened(joint), tuple(data_axes(data).values())
     except (RuntimeError, KeyError, ValueError) as error:
@@ -147,14 +147,14 @@ def _joint(data: DeviceMesh | None, model: DeviceMesh) -> tuple[DeviceMesh, Devi
 
 
 def check_replicated(model: nn.Module, parallel: ModelParallel, everyone: Agreement, *, first: bool) -> ModelParallel:
-    """See that plain parameters, which tensor parallelism takes to be on all of its ranks, have the same values there.
+    """Check that replicated parameters have the same values on all tensor-parallel ranks.
 
-    Collective over all ranks that have a part of the model. `first`: true on those whose values all others get.
+    Collective over all ranks that have a part of the model. `first`: True on the ranks whose values all others get.
 
-    Returns what is known of the model, with the buffers that are not the same everywhere among what is divided.
+    Returns `parallel` with the buffers that differ between ranks added to its divided tensors.
 
     Raises:
-        ModelError: on every rank: a parameter is not.
+        ModelError: a replicated parameter differs; raised on every rank.
     """
     plain: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if _is_replicated(p)}
     buffers = dict(model.named_buffers())
@@ -163,18 +163,18 @@ def check_replicated(model: nn.Module, parallel: ModelParallel, everyone: Agreem
     differing = {name for text in shared for name in json.loads(text)}
     for name in plain:
         if name in differing:
-            what = f"is not divided over {parallel.mesh}, and has other values on other ranks of it"
-            raise ModelError(name, what, "seed all ranks alike before the model is built, or broadcast its values")
+            problem = f"is not divided over {parallel.mesh}, and has other values on other ranks of it"
+            raise ModelError(name, problem, "seed all ranks alike before the model is built, or broadcast its values")
     return replace(parallel, divided=parallel.divided | differing)
 
 
 def _differing(tensors: Mapping[str, torch.Tensor], parallel: ModelParallel, device: torch.device) -> list[str]:
-    """The names of those that have other values on other ranks. Collective over the tensor-parallel mesh."""
+    """Return the names of tensors that differ between ranks. Collective over the tensor-parallel mesh."""
     if not tensors:
         return []
     sums = torch.stack([_checksum(local_tensor(tensor)).cpu() for tensor in tensors.values()])
     most, least = Communicator(parallel.mesh, device).any_rank(torch.stack([sums, -sums])).unbind()
-    # int64 wraps alike on all ranks, also where it is negated.
+    # Overflow is safe: int64 wraps the same way on all ranks, also when negated.
     zipped = zip(tensors, most.tolist(), least.tolist(), strict=True)
     return [name for name, high, low in zipped if high != -low]
 
@@ -184,13 +184,13 @@ def _is_replicated(param: torch.Tensor) -> bool:
 
 
 def _checksum(values: torch.Tensor) -> torch.Tensor:
-    """Of the bits of `values`, an int64 [] that tells permutations apart."""
-    places = torch.arange(1, _PIECE + 1, device=values.device)
+    """Return an order-sensitive checksum of the bits of `values`, an int64 scalar tensor."""
+    factors = torch.arange(1, _PIECE + 1, device=values.device)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for piece in values.contiguous().view(-1).view(torch.uint8).split(_PIECE):
-        total.mul_(31).add_((piece * places[: piece.numel()]).sum())
+        total.mul_(31).add_((piece * factors[: piece.numel()]).sum())
     return total
 
 
 _PIECE = 2**18
-"""Bytes that are added up at a time: each takes eight meanwhile."""
+"""Bytes that are summed at a time; each takes eight bytes of temporaries."""

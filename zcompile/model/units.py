@@ -1,4 +1,4 @@
-"""Which parameters are gathered together: found from the module tree, or given by `units=`."""
+"""Which parameters are gathered together: derived from the module tree, or given by `units=`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from zcompile.ir.spelling import identifier
 from zcompile.torch_internals.dtensor import local_tensor, mesh_size
 
 UnitChoice = Sequence[str] | Callable[[str, nn.Module], bool]
-"""The modules of units: by patterns of their paths, or by a function of a path and its module."""
+"""The modules that are units: patterns of their paths, or a predicate of a path and its module."""
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 NORMALISES_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""Modules whose parameters keep their dtype in mixed precision, as their running statistics do (and as FSDP has it)."""
+"""Modules whose parameters keep their dtype in mixed precision, as their running statistics do (as in FSDP)."""
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Paths of the repeated blocks of `model`, outermost first found, in module order.
+    """Return the paths of the outermost repeated blocks of `model`, in module order.
 
-    A repeated block is a child with parameters, of a class that at least two children of the same container have.
+    A repeated block is a child with parameters whose class at least two children of the same container have.
     """
     return list(_blocks(model, ""))
 
@@ -46,7 +46,7 @@ def _blocks(module: nn.Module, path: str) -> Iterator[str]:
 
 
 def blocks_of_names(names: Iterable[str]) -> list[str]:
-    """Paths of repeated blocks, as far as names of parameters tell: `layers.3` of `layers.3.mlp.weight`."""
+    """Return paths of repeated blocks inferred from names of parameters: `layers.3` from `layers.3.mlp.weight`."""
     numbered: dict[str, dict[str, None]] = {}
     for name in names:
         if match := re.match(r"(?:(.*?)\.)?(\d+)\.", name):
@@ -55,7 +55,7 @@ def blocks_of_names(names: Iterable[str]) -> list[str]:
 
 
 def match_blocks(model: nn.Module, units: UnitChoice) -> list[str]:
-    """Paths of the modules that `units=` names, in order; raise OptionError for none, or one inside another."""
+    """Return paths of the modules that `units=` selects, in order; raise OptionError for none or nested ones."""
     paths = {name: module for name, module in model.named_modules() if name and _has_parameters(module)}
     if callable(units):
         result = [path for path, module in paths.items() if units(path, module)]
@@ -72,17 +72,17 @@ def match_blocks(model: nn.Module, units: UnitChoice) -> list[str]:
 
 
 def match_called(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """The modules, by path, that `keep_dtype=` names (shell wildcards), in module order.
+    """Return the modules, by path, that match the patterns of `keep_dtype=` (shell wildcards), in module order.
 
-    Raise OptionError for a pattern without a match, and a module that is never called or has several dtypes.
+    Raise OptionError for a pattern without a match, and for a module that is never called or has several dtypes.
     """
     option, fix = "keep_dtype", "give paths of model.named_modules(), such as ['blocks.*.router', 'lm_head']"
     if not _are_patterns(patterns):
         raise OptionError(option, f"{patterns!r} is no list of paths", fix)
-    named = model.named_modules(remove_duplicate=False)  # one that is used in two places may be named by either
+    named = model.named_modules(remove_duplicate=False)  # a module with two paths may be named by either
     paths = {path: module for path, module in named if path and _has_parameters(module)}
     matching = _matching(paths, patterns, option, "module with parameters")
-    found = {path: one for one, path in {paths[path]: path for path in matching}.items()}  # each once
+    found = {path: module for module, path in {paths[path]: path for path in matching}.items()}  # each module once
     for path, module in found.items():
         if is_container(module):
             fix = f"name what it holds: '{path}.*'"
@@ -94,19 +94,19 @@ def match_called(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
 
 
 def _are_patterns(given: object) -> bool:
-    """True for a list of texts; an iterator would be empty where it is read again, and nothing would match."""
-    return isinstance(given, Collection) and not isinstance(given, str) and all(isinstance(one, str) for one in given)
+    """Return True for a collection of strings; not for an iterator, which could be read only once."""
+    return isinstance(given, Collection) and not isinstance(given, str) and all(isinstance(text, str) for text in given)
 
 
 def is_container(module: nn.Module) -> bool:
-    """True for what is never called: ModuleList, ModuleDict, ParameterList and their like."""
+    """Return True for a module that is never called, such as a ModuleList, ModuleDict or ParameterList."""
     return type(module).forward is nn.Module.forward
 
 
 def match_params(params: Mapping[str, torch.Tensor], patterns: Sequence[str], option: str = "whole") -> list[str]:
-    """Names of parameters that match the patterns of an option (shell wildcards), in module order.
+    """Return the names of parameters that match the patterns of an option (shell wildcards), in module order.
 
-    Raise OptionError for a pattern without a match, and a parameter that tensor parallelism has divided.
+    Raise OptionError for a pattern without a match, and for a parameter that tensor parallelism divides.
     """
     fix = "give names of model.named_parameters(), such as [n for n, p in model.named_parameters() if p.ndim == 2]"
     if not _are_patterns(patterns):
@@ -120,7 +120,7 @@ def match_params(params: Mapping[str, torch.Tensor], patterns: Sequence[str], op
 
 
 def _matching(paths: Collection[str], patterns: Sequence[str], option: str, kind: str, hint: str = "") -> list[str]:
-    """Those that match a pattern, in their order; raise OptionError for a pattern that matches none."""
+    """Return the paths that match a pattern, in order; raise OptionError for a pattern that matches none."""
     for pattern in patterns:
         if not any(_matches(path, pattern) for path in paths):
             raise OptionError(option, f"{pattern!r} matches no {kind}", hint + nearest(pattern, paths))
@@ -128,23 +128,23 @@ def _matching(paths: Collection[str], patterns: Sequence[str], option: str, kind
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """True if every name of a module path matches; a wildcard stays within one: `blocks.*` is not `blocks.0.mlp`."""
+    """Return True if every component of a path matches; wildcards match no dots, so `blocks.*` not `blocks.0.mlp`."""
     names, wanted = path.split("."), pattern.split(".")
     return len(names) == len(wanted) and all(map(fnmatch.fnmatchcase, names, wanted))
 
 
 AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
-"""What `torch.autocast` casts: float64, say, stays."""
+"""The dtypes that `torch.autocast` casts; not float64, for example."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Mixed precision: shards keep the model's dtype.
+    """Mixed precision; shards keep the model's dtype.
 
-    `dtype`: in which floating-point parameters are gathered and computed with; None: in their own.
-    `reduce_dtype`: in which gradients are averaged; None: float32 where `dtype` is given, else the gradient's own.
-    `outer_dtype`: in which averages travel between replicas; None: as they are.
-    `outer_gather_dtype`: in which shards travel outside, where both axes divide parameters; None: as they are.
+    `dtype`: floating-point parameters are gathered and computed with in it; None for their own.
+    `reduce_dtype`: gradients are averaged in it; None for float32 if `dtype` is given, else the gradient's own.
+    `outer_dtype`: averages are sent between replicas in it; None for their own.
+    `outer_gather_dtype`: shards are sent along the outer axis in it, if both axes divide them; None for their own.
     """
 
     dtype: torch.dtype | None = None
@@ -153,18 +153,18 @@ class Precision:
     outer_gather_dtype: torch.dtype | None = None
 
     def compute(self, param: torch.Tensor) -> torch.dtype | None:
-        """What `param` is cast to for a gather; None where it is not."""
+        """Return the dtype to which `param` is cast for a gather; None if it is not cast."""
         return self.dtype if param.dtype in AUTOCAST and param.dtype != self.dtype else None
 
     def reduction(self, param: torch.Tensor, compute: torch.dtype | None) -> torch.dtype | None:
-        """What the gradient of `param` is cast to for its reduction; None where it is not."""
+        """Return the dtype to which the gradient of `param` is cast for its reduction; None if it is not cast."""
         wanted = self.reduce_dtype or (torch.float32 if self.dtype else None)
         full = compute or param.dtype
         return wanted if param.is_floating_point() and wanted != full else None
 
 
 def axes_over(model: nn.Module, world: int, replicas: int = 1) -> tuple[Axis, ...]:
-    """The axes of `model`, divided as it is already, over `world` ranks for each of its parts; see `axes_of`."""
+    """Return the axes for `world` data-parallel ranks, with a tensor axis if `model` is divided; see `axes_of`."""
     return axes_of(world, max(map(mesh_size, model.parameters()), default=1), replicas=replicas)
 
 
@@ -179,18 +179,18 @@ def make_layout(
     ignore: Sequence[str] | None = None,
     keep_dtype: Sequence[str] | None = None,
 ) -> Layout:
-    """The layout of `model`: one unit a block, and one for each run of parameters between blocks.
+    """Return the layout of `model`: one unit per block, and one for each run of parameters between blocks.
 
-    Parameters that match `whole` are kept by one rank each; those that match `ignore` are in no unit; those of modules
-    that match `keep_dtype` are gathered in their own dtype.
+    Parameters that match `whole` are each kept by one rank; parameters that match `ignore` are in no unit; parameters
+    of modules that match `keep_dtype` are gathered in their own dtype.
 
     Raises:
-        OptionError: `units`, `whole`, `ignore` or `keep_dtype` matches nothing, or what it cannot mean.
+        OptionError: `units`, `whole`, `ignore` or `keep_dtype` matches nothing, or something that is not supported.
     """
     kept = _keeping_their_dtype(model)
     if keep_dtype:
         own = {id(param) for module in match_called(model, keep_dtype).values() for param in module.parameters()}
-        kept |= {name for name, param in model.named_parameters() if id(param) in own}  # tied ones by their first name
+        kept |= {name for name, param in model.named_parameters() if id(param) in own}  # tied ones by first name
     blocks = find_blocks(model) if units is None else match_blocks(model, units)
     params = dict(model.named_parameters())
     for name in match_params(params, ignore, "ignore") if ignore else ():
@@ -201,7 +201,7 @@ def make_layout(
 
 
 def converted(layout: Layout, model: nn.Module, precision: Precision, dtypes: Mapping[str, torch.dtype]) -> Layout:
-    """The layout of `model` once its parameters have the dtypes that their names have in `dtypes`."""
+    """Return the layout of `model` after its parameters are converted to `dtypes`, by name."""
     kept = _keeping_their_dtype(model)
 
     def in_its_dtype(param: Param) -> Param:
@@ -211,14 +211,14 @@ def converted(layout: Layout, model: nn.Module, precision: Precision, dtypes: Ma
         made = replace(param, dtype=like.dtype, compute_dtype=compute, reduction_dtype=mixed.reduction(like, compute))
         return made.gathered_as(precision.outer_gather_dtype if layout.has_secondary else None)
 
-    params = [sorted(map(in_its_dtype, unit.params), key=_place) for unit in layout.units]
+    params = [sorted(map(in_its_dtype, unit.params), key=_order) for unit in layout.units]
     units = zip(layout.units, params, strict=True)
-    made = layout.with_units(tuple(Unit(unit.name, tuple(some), unit.modules) for unit, some in units))
+    made = layout.with_units(tuple(Unit(unit.name, tuple(own), unit.modules) for unit, own in units))
     return made.owned_by({param.name: param.owner for param in layout.params if param.owner is not None})
 
 
 def _keeping_their_dtype(model: nn.Module) -> set[str]:
-    """Names of parameters that mixed precision leaves as they are."""
+    """Return the names of parameters that keep their dtype in mixed precision."""
     return {
         name
         for path, module in model.named_modules()
@@ -236,9 +236,9 @@ def make_units(
     kept: Set[str] = frozenset(),
     taken: Set[str] = frozenset(),
 ) -> Iterator[Unit]:
-    """Units of named parameters for a layout: one a block, and one for each run between blocks.
+    """Yield units of named parameters for a layout: one per block, and one for each run between blocks.
 
-    Parameters in `kept` keep their dtype; identifiers in `taken` are other units'.
+    Parameters in `kept` keep their dtype; identifiers in `taken` belong to other units.
     """
     groups: list[tuple[str, list[Param]]] = []
     for name, param in params.items():
@@ -252,7 +252,7 @@ def make_units(
 
 
 def _named(groups: list[tuple[str, list[Param]]], taken: set[str]) -> Iterator[Unit]:
-    """Units with names of their own; a unit between blocks is named after the largest of its modules."""
+    """Yield units with unique names; a unit between blocks is named after the largest of its modules."""
     for block, params in groups:
         sizes = Counter[str]()
         for param in params:
@@ -262,17 +262,17 @@ def _named(groups: list[tuple[str, list[Param]]], taken: set[str]) -> Iterator[U
         while identifier(name) in taken:
             name += "_"
         taken.add(identifier(name))
-        # Whole parameters last and small ones behind large ones: those packed lie side by side in a shard's buffer.
-        yield Unit(name, tuple(sorted(params, key=_place)), modules)
+        # Whole parameters last, small ones after large ones: packed parameters must be adjacent in a shard's buffer.
+        yield Unit(name, tuple(sorted(params, key=_order)), modules)
 
 
-def _place(param: Param) -> tuple[bool, str, str, bool, str]:
-    """Where a parameter stands in its unit: beside those that it may travel with."""
+def _order(param: Param) -> tuple[bool, str, str, bool, str]:
+    """Return the sort key of a parameter in its unit, which makes parameters adjacent that may be packed together."""
     return not param.shards, str(param.dtype), str(param.full_dtype), param.is_small, str(param.outer_gather_dtype)
 
 
 def _param(name: str, param: torch.Tensor, layout: Layout, precision: Precision) -> Param:
-    held = local_tensor(param)  # a tensor-parallel parameter is to all that follows what this rank has of it
+    held = local_tensor(param)  # the layout of a tensor-parallel parameter describes this rank's part
     sharded = layout.stage.optimizer_sharded and held.dim() > 0 and held.numel() > 0
     compute = precision.compute(param)
     made = Param(

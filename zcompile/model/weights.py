@@ -1,6 +1,6 @@
-"""Weights: full values by name, to start a model from, read one tensor at a time.
+"""Weights: full initial values of a model by name, read one tensor at a time.
 
-What is read belongs to the reader alone: nothing is mapped or shared, so the memory of a tensor ends with it.
+Each tensor has memory of its own: nothing is mapped or shared, so its memory is freed with the tensor.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class Weights:
     """Full values by name."""
 
     source: str
-    """Where they come from, in words."""
+    """A description of where they come from."""
     kinds: Mapping[str, torch.Tensor]
-    """The names there are, each with a tensor on meta of its shape and dtype."""
+    """For each name, a tensor on meta with its shape and dtype."""
     read: Callable[[str], torch.Tensor]
-    """Gives the tensor of a name, on the CPU or where a mapping holds it, in memory of its own."""
+    """Returns the tensor of a name in new memory, on the CPU, or for a mapping on the device of its tensor."""
 
 
 def open_weights(source: Source) -> Weights:
     """Look up which weights `source` holds, without reading them.
 
     Raises:
-        OptionError: there is no such file or folder, or it is none of the forms that `weights=` takes.
+        OptionError: the file or folder does not exist, or has none of the formats that `weights=` takes.
     """
     if isinstance(source, Mapping):
         return _from_mapping(source, "the mapping")
@@ -98,13 +98,13 @@ def _from_mapping(mapping: Mapping[str, Any], source: str) -> Weights:
             kind = "on the meta device" if isinstance(value, torch.Tensor) else f"no tensor but {type(value).__name__}"
             fix = "give the model's own state_dict, names to tensors"
             raise OptionError("weights", f"{name} of {source} is {kind}", fix)
-    kinds = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in mapping.items()}
+    kinds = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in mapping.items()}
     return Weights(source, kinds, lambda name: mapping[name].detach().clone())
 
 
 def _from_safetensors(path: Path) -> Weights:
-    # The format is eight bytes of length, that much JSON, and the bytes of the tensors: read here, because the
-    # library's reader maps the file, and pages of a mapped file count as memory of ours for as long as it is open.
+    # The format is an 8-byte length, that much JSON, and the bytes of the tensors. It is parsed here because the
+    # library's reader maps the file, and pages of a mapped file count as this process's memory until it is closed.
     size = path.stat().st_size
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -146,7 +146,7 @@ def _from_torch_file(path: Path) -> Weights:
     def load() -> Weights:
         return _from_mapping(torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path))
 
-    # Opened anew for each tensor: what a mapped file has shown once stays in memory for as long as it is mapped.
+    # Opened again for each tensor: pages of a mapped file stay in memory until it is unmapped.
     return Weights(str(path), load().kinds, lambda name: load().read(name))
 
 
@@ -163,7 +163,7 @@ def _from_checkpoint(folder: Path) -> Weights:
 
     def read(name: str) -> torch.Tensor:
         tensor = torch.empty_like(kinds[name], device="cpu")
-        with warnings.catch_warnings():  # that it assumes one process is what is asked for
+        with warnings.catch_warnings():  # it warns that it assumes one process, which is intended
             warnings.simplefilter("ignore", UserWarning)
             dcp.load({name: tensor}, storage_reader=Reader(folder), no_dist=True)
         return tensor
@@ -172,7 +172,7 @@ def _from_checkpoint(folder: Path) -> Weights:
 
 
 def takes(wanted: torch.dtype, given: torch.dtype) -> bool:
-    """True if a value of one dtype may become one of another: it is a number of the same kind, and integers fit.
+    """Return True if a value of dtype `given` may be converted to `wanted`: the same kind of number, integers in range.
 
     Floating-point numbers may be rounded; see `rounds`.
     """
@@ -186,7 +186,7 @@ def takes(wanted: torch.dtype, given: torch.dtype) -> bool:
 
 
 def rounds(wanted: torch.dtype, given: torch.dtype) -> bool:
-    """True if numbers of `given`, floating-point or complex, lose digits or range as `wanted`."""
+    """Return True if floating-point or complex numbers of dtype `given` lose precision or range in `wanted`."""
     if _is_integer(wanted) or torch.bool in (wanted, given):
         return False
     kept, had = torch.finfo(wanted), torch.finfo(given)
