@@ -1,1 +1,1 @@
-"""From torch.compile to a program."""
+"""The front end: from torch.compile to a program."""

@@ -1,10 +1,10 @@
 """Capture: a `torch.compile` backend that turns AOTAutograd's joint graph into a Program.
 
-AOTAutograd keeps handling mutated buffers, aliased outputs, random numbers, saved tensors and dynamic shapes. It asks a
-partitioner to split the joint graph and compilers to compile the halves; we hand it stand-ins for the halves, whose
-saved values are those of the rewritten program, and callables that run that program.
+AOTAutograd still handles mutated buffers, aliased outputs, random numbers, saved tensors and dynamic shapes. It calls a
+partitioner to split the joint graph, and compilers for the halves. We return stub graphs for the halves, with the saved
+values of the rewritten program, and callables that run that program.
 
-Capture knows nothing of ranks: what becomes of a program is the business of the `Lowering` that it is given.
+Capture knows nothing of ranks: a `Lowering` turns the program into a runner.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Lowering = Callable[[Program], Runner]
 
 @dataclass(frozen=True)
 class Names:
-    """What the traced inputs are called: names of parameters and others, buffers say, by identity; all module paths."""
+    """Names of traced inputs: of parameters and of others, such as buffers, by `id`; and all module paths."""
 
     parameters: Mapping[int, str]
     others: Mapping[int, str]
@@ -75,19 +75,19 @@ class Names:
     root: str = ""
     """Path of the traced module in the model."""
     apart: frozenset[int] = frozenset()
-    """Inputs, by identity, of which ranks have different parts."""
+    """The `id` of inputs of which ranks have different parts."""
     leaves: Mapping[int, int] = field(default_factory=dict)
-    """The numbers of tensors among the arguments of the call, by identity, where they are wanted."""
+    """The indices of tensors among the arguments of the call, by `id`, if needed."""
 
     def of_input(self, target: str) -> str:
-        """A readable name for an input that Dynamo calls `L_args_0_` or `L_kwargs_targets_`."""
+        """Return a readable name for an input that Dynamo calls `L_args_0_` or `L_kwargs_targets_`."""
         plain = re.sub(r"^L_|_$", "", target).strip("_")
         if (match := re.match(r"args_(\d+)", plain)) and int(match[1]) < len(self.arguments):
             return self.arguments[int(match[1])] + plain[match.end() :]
         return plain.removeprefix("kwargs_") or "x"
 
     def source(self, node: fx.Node) -> str:
-        """Path of the module that a node (or the forward of a backward node) comes from."""
+        """Return the path of the module that a node, or the forward of a backward node, comes from."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         if not stack:
             return self.root
@@ -99,7 +99,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class TracedInput:
-    """An input of a graph of Dynamo's: what it is called, the parameter that it is, and else what `Input.held` says."""
+    """An input of a Dynamo graph: its readable name, its parameter if it is one, and `Input.held` and `Input.leaf`."""
 
     readable: str
     parameter: str | None = None
@@ -118,9 +118,9 @@ class Capture:
     """The inputs of the Dynamo graph."""
     runner: Runner | None = None
     cache: StepCache | None = None
-    """Where the step may be found, or is kept; None where it is traced each time."""
+    """The cache in which to look up and store the step; None to trace it each time."""
     around_lowering: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    """What programs are lowered under."""
+    """Returns the context in which programs are lowered."""
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         placeholders = module.graph.find_nodes(op="placeholder")
@@ -133,7 +133,7 @@ class Capture:
             self.inputs.append(TracedInput(readable, name, held, self.names.leaves.get(id(value))))
         entries = dict(zip(placeholders, self.inputs, strict=True))
         named = {node: entry.readable for node, entry in entries.items()}
-        refuse_new_data(module.graph, named, {node: one.parameter for node, one in entries.items() if one.parameter})
+        refuse_new_data(module.graph, named, {node: e.parameter for node, e in entries.items() if e.parameter})
         give_floats_as_tensors(module)
         make_dense(module, named)
         with tracing_config():
@@ -141,12 +141,12 @@ class Capture:
                 compiled = self._traced(module, example_inputs)
             else:
                 compiled = self._found_or_traced(module, example_inputs, self.cache)
-        parameters = [place for place, entry in enumerate(self.inputs) if entry.parameter]
-        given = {place: one.readable for place, (node, one) in enumerate(entries.items()) if _is_given(node, one)}
-        return without_placeholders(check_overlaps(compiled, given), parameters)
+        given = {i: entry.readable for i, (node, entry) in enumerate(entries.items()) if _is_given(node, entry)}
+        positions = [i for i, entry in enumerate(self.inputs) if entry.parameter]
+        return without_placeholders(check_overlaps(compiled, given), positions)
 
     def _traced(self, module: fx.GraphModule, inputs: Sequence[Any], *, keep: bool = False) -> Callable[..., Any]:
-        """What AOTAutograd makes of a graph; with `keep` it looks into its cache, and keeps there what it has made."""
+        """Compile a graph with AOTAutograd; with `keep`, look it up in its cache first, and store it there."""
         mark = keepable if keep else lambda compiler: compiler
         frontend = aot_autograd(
             fw_compiler=mark(self._forward),
@@ -169,11 +169,11 @@ class Capture:
                 return self._traced(module, inputs, keep=True)
 
     def _tag(self, module: fx.GraphModule, cache: StepCache) -> str:
-        """A digest of what torch's key for the graph has not: names, and the modules that operations come from."""
+        """Return a digest of what torch's key for the graph lacks, such as names and the modules of operations."""
         names, graphs = self.names, nested_in(module)
-        sources = [names.source(node) for one in graphs for node in one.graph.nodes if node.op.startswith("call")]
-        told = self.inputs, sources, sorted(names.modules), names.arguments, names.root, self.layout
-        content = repr((told, cache.depends_on, global_state()))
+        sources = [names.source(node) for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")]
+        own = self.inputs, sources, sorted(names.modules), names.arguments, names.root, self.layout
+        content = repr((own, cache.depends_on, global_state()))
         return hashlib.sha256(content.encode(errors="backslashreplace")).hexdigest()
 
     def _lowered(self, program: Program) -> Runner:
@@ -183,14 +183,14 @@ class Capture:
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Sequence[object], *, num_fwd_outputs: int, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        if not joint_inputs:  # a nested graph's: it is written out where it is called
+        if not joint_inputs:  # the joint graph of a nested graph, which is inlined into its callers instead
             halves: tuple[fx.GraphModule, fx.GraphModule] = default_partition(
                 joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
             )
             return halves
         program = read_joint(written_out(joint), num_fwd_outputs, self.inputs, self.names, self.layout)
         self.runner = self._lowered(program)
-        return _stand_ins(joint, num_fwd_outputs, self.runner)
+        return _stubs(joint, num_fwd_outputs, self.runner)
 
     def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> ForwardCode:
         assert self.runner is not None, "AOTAutograd partitions before it compiles"
@@ -209,12 +209,12 @@ class Capture:
 
 
 def _is_given(node: fx.Node, entry: TracedInput) -> bool:
-    """True for what users may give: no parameter, buffer, or attribute of the module."""
+    """Return True for an argument that users pass: not a parameter, a buffer, or an attribute of the module."""
     return not entry.parameter and entry.held in ("", "?") and not str(node.target).startswith("L_self_")
 
 
 def refuse_handed_on(names: Names) -> None:
-    """Raise CaptureError for code that returns or stores a parameter as it is; to be called as a backend."""
+    """Raise CaptureError if code returns or stores a parameter itself; must be called within a backend."""
     for identity in handed_on() & names.parameters.keys():
         problem = "the model returns this parameter, or stores it in an attribute, a list or the like"
         fix = "return, or store, a copy: .clone()"
@@ -227,7 +227,7 @@ def refuse_handed_on(names: Names) -> None:
 def read_joint(
     joint: fx.GraphModule, num_outputs: int, inputs: Sequence[TracedInput], names: Names, layout: Layout
 ) -> Program:
-    """The joint graph of AOTAutograd, or a forward graph alone, as a Program; raise CaptureError for what has none."""
+    """Convert AOTAutograd's joint graph, or a forward graph, to a Program; raise CaptureError if it has no program."""
     refuse_opaque_calls(joint.graph, names.source)
     reader = _Reader(joint, inputs, names)
     return reader.read(num_outputs, layout)
@@ -243,9 +243,9 @@ class _Reader:
         self.primals: list[tuple[fx.Node, str | None]] = []
         described = joint.graph.output_node().meta.get("desc", ())
         self.mutated = {index for index in map(_written_input, described) if index is not None}
-        """Inputs that the forward writes to."""
+        """The indices of inputs that the forward writes to."""
         self.described = list(described)
-        """What AOTAutograd says of each result, those of the forward first, in the order in which autograd has them."""
+        """AOTAutograd's descriptors of the results, the forward's first."""
 
     def read(self, num_outputs: int, layout: Layout) -> Program:
         for node in self.joint.graph.find_nodes(op="placeholder"):
@@ -263,11 +263,11 @@ class _Reader:
     def _placeholder(self, node: fx.Node) -> fx.Node:
         kind = type(node.meta.get("desc")).__name__
         if kind == "TangentAOTInput":
-            of = getattr(node.meta["desc"], "output", None)
-            result = self.described.index(of) if of in self.described else None
+            output = getattr(node.meta["desc"], "output", None)
+            result = self.described.index(output) if output in self.described else None
             op = Input(Kind.TANGENT, len(self.values) - len(self.primals), result=result)
             return self._copy(node, Data(op, Phase.BACKWARD), node.name)
-        # AOTAutograd may drop or replace inputs of the Dynamo graph; its descriptors say which one it means.
+        # AOTAutograd may drop or replace inputs of the Dynamo graph; its descriptors have the original index.
         index = getattr(node.meta.get("desc"), "idx", None)
         entry = self.inputs[index] if index is not None else TracedInput(node.name, held="?")
         data_input = Input(Kind.DATA, len(self.primals), index in self.mutated, entry.held, leaf=entry.leaf)
@@ -281,7 +281,7 @@ class _Reader:
             self.modules[str(node.target)] = value
             return self._copy(node, Data(Compute()), node.name)
         copied = self.graph.create_node("placeholder", f"primals_{node.name}", name=node.name)
-        # Not the rest: within `torch.utils.checkpoint` it says "compute it again", which an input cannot be.
+        # No other meta: within `torch.utils.checkpoint` it marks the node for recomputation, which fails for an input.
         copied.meta = {"val": node.meta.get("val", value), "partitioner_tag": "is_forward"}
         self.constants[copied.name] = value
         return set_data(copied, Data(Input(Kind.CONSTANT, len(self.constants) - 1), type=TensorType.of(value)))
@@ -307,7 +307,7 @@ class _Reader:
         return set_data(copied, Data(meta.op, meta.phase, type_, meta.source, view=meta.view))
 
     def _results(self, num_outputs: int, layout: Layout) -> set[str]:
-        """End the graph; returns the trainable parameters that get no gradient."""
+        """End the graph; return the trainable parameters that get no gradient."""
         (returned,) = self.joint.graph.output_node().args
         values = list(returned) if isinstance(returned, (list, tuple)) else [returned]
         values = [self.values[value] if isinstance(value, fx.Node) else value for value in values]
@@ -330,7 +330,7 @@ class _Reader:
 
 
 def _written_input(described: Any) -> int | None:
-    """The number of the input of which AOTAutograd says that this result is what the forward has written to it."""
+    """Return the index of the input whose new value a result is, by AOTAutograd's descriptor, or None."""
     index: int | None = getattr(getattr(described, "mutated_input", None), "idx", None)
     return index
 
@@ -347,15 +347,15 @@ def _refuse_returned_parameters(program: Program) -> None:
             raise CaptureError(op_of(root, Parameter).name, problem, "return a copy: .clone()")
 
 
-# -- stand-ins --------------------------------------------------------------------------------------------------------
+# -- stubs ------------------------------------------------------------------------------------------------------------
 
 
-def _stand_in(*_: object) -> None:
-    """Stands in AOTAutograd's graphs for whatever the rewritten program computes."""
+def _stub(*_: object) -> None:
+    """Represents, in AOTAutograd's graphs, any value that the rewritten program computes."""
 
 
-def _stand_ins(joint: fx.GraphModule, num_outputs: int, runner: Runner) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward graphs with the right inputs, outputs and saved values, and nothing in between."""
+def _stubs(joint: fx.GraphModule, num_outputs: int, runner: Runner) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return forward and backward graphs with the right inputs, outputs and saved values, and no operations."""
     (returned,) = joint.graph.output_node().args
     results: list[Any] = list(returned)  # type: ignore[arg-type]
     described = joint.graph.output_node().meta.get("desc", [None] * len(results))
@@ -365,14 +365,14 @@ def _stand_ins(joint: fx.GraphModule, num_outputs: int, runner: Runner) -> tuple
     sizes = [node for node in runner.saved if is_symbolic(node.meta.get("val"))]
     tensors = [node for node in runner.saved if node not in sizes]
 
-    forward = _Standing(joint)
+    forward = _StubGraph(joint)
     entries = [forward.input(node) for node in primals]
     full = [entries[index] for index in runner.reread]
     outputs = [forward.value(v) if isinstance(v, fx.Node) else v for v in results[:num_outputs]]
     saved = [*map(forward.value, tensors), *full, *map(forward.value, sizes)]
     forward.graph.output((*outputs, *saved)).meta["desc"] = [*described[:num_outputs], *([None] * len(saved))]
 
-    backward = _Standing(joint)
+    backward = _StubGraph(joint)
     for node in (*sizes, *tensors, *full, *tangents):
         backward.input(node)
     gradients = [backward.value(v) if isinstance(v, fx.Node) else v for v in results[num_outputs:]]
@@ -380,8 +380,8 @@ def _stand_ins(joint: fx.GraphModule, num_outputs: int, runner: Runner) -> tuple
     return forward.module(), backward.module()
 
 
-class _Standing:
-    """A graph of placeholders and stand-ins."""
+class _StubGraph:
+    """A graph of placeholders and stubs."""
 
     def __init__(self, root: torch.nn.Module) -> None:
         self.graph = fx.Graph()
@@ -393,7 +393,7 @@ class _Standing:
         return made
 
     def value(self, node: fx.Node) -> fx.Node:
-        made = self.graph.call_function(_stand_in)
+        made = self.graph.call_function(_stub)
         made.meta = dict(node.meta)
         return made
 

@@ -1,4 +1,4 @@
-"""The front end: functions for torch.compile, and what it raises as errors of our own."""
+"""Functions to pass to torch.compile, and conversion of its errors to our own."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from zcompile.torch_internals.dynamo import (
 from zcompile.torch_internals.sizes import GuardOnDataDependentSymNode
 
 BREAKS = (Unsupported, UserError, InternalTorchDynamoError, GuardOnDataDependentSymNode, FailOnRecompileLimitHit)
-"""What torch.compile raises, before anything has run, where code cannot be traced into one graph, or not once more."""
+"""Errors of torch.compile, before anything has run, for code that cannot be traced into one graph, or not again."""
 
 
 def traceable(module: nn.Module, forward: Callable[..., Any], about: Sequence[str]) -> Callable[..., Any]:
-    """A function that calls `forward` of `module`, to be given to torch.compile; it refuses to run untraced.
+    """Return a function that calls `forward` of `module`, to pass to torch.compile; it refuses to run untraced.
 
-    It has a code object of its own, and a name that follows from `about`. torch.compile counts recompilations by code
-    object, and remembers by name which sizes have varied: under a name in common, a second model would be traced with
-    sizes that vary, though it never saw but one.
+    It has its own code object, with a name derived from `about`. torch.compile counts recompilations by code object,
+    and remembers by name which sizes have varied: under a shared name, a second model would be traced with dynamic
+    sizes although it has seen only one.
 
-    Its first argument is a text: with another one it is traced again, since torch.compile guards on what is compared.
-    Integers that modules hold may vary, as sizes do: torch.compile would trace a counter again at each call.
+    Its first argument is a string; a different string causes a new trace, as torch.compile guards on the comparison.
+    Integers in modules are dynamic, like sizes: otherwise torch.compile would trace again at each call with a counter.
     """
 
     def call(watched: str, /, *args: Any, **kwargs: Any) -> Any:
         assert watched != "nothing", "compared"
-        # Parameters are placeholders here: run as plain Python, the model's code would read memory that is not there.
+        # Parameters are placeholders here: run as plain Python, the model's code would read freed memory.
         if not torch.compiler.is_compiling():
             fix = "leave torch.compile enabled (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, disable)"
             raise CaptureError(type(module).__name__, "its forward was not compiled but called", fix)
@@ -53,16 +53,16 @@ def traceable(module: nn.Module, forward: Callable[..., Any], about: Sequence[st
 
 
 def autocast(kind: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """What a model is called under that computes in `dtype` on a device of this kind; nothing for float32."""
+    """Return the autocast context for a model that computes in `dtype` on this type of device; none for float32."""
     return contextlib.nullcontext() if dtype in (None, torch.float32) else torch.autocast(kind, dtype=dtype)
 
 
 @contextlib.contextmanager
 def typed_errors() -> Iterator[None]:
-    """Our own errors out of torch.compile's wrapping."""
+    """Raise our own errors without torch.compile's wrapper around them."""
     try:
         yield
     except BackendCompilerFailed as error:
         if isinstance(inner := error.inner_exception, ZcompileError):
-            raise inner.with_traceback(None) from inner.__cause__  # without a hundred lines of the compiler's
+            raise inner.with_traceback(None) from inner.__cause__  # drops a hundred lines of the compiler's traceback
         raise

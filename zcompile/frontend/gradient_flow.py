@@ -1,7 +1,7 @@
-"""Flows: through which results of the forward a parameter gets its gradient.
+"""Flows: the results of the forward through which each parameter gets its gradient.
 
-Where a loss leaves results out, autograd tells the backward so, and a parameter that is reached through none of the
-others has no gradient: `.grad` stays None, as without zcompile, where zeros would let an optimizer move it.
+If a loss does not use all results, autograd tells the backward, and a parameter reached through no used result has no
+gradient: `.grad` stays None, as without zcompile. With zeros, an optimizer could change the parameter.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from zcompile.ir.ops import Input, Kind
 from zcompile.ir.program import Program
 
 Flow = frozenset[int | None]
-"""Results of the forward by number; None stands for one that is not known."""
+"""Indices of results of the forward; None for an unknown result."""
 
 
 class Flows:
-    """The parameters with a gradient in a program, in groups that are reached through the same results."""
+    """The parameters with a gradient in a program, grouped by the results through which they are reached."""
 
     def __init__(self, traced: Program) -> None:
-        """`traced`: the program as it was captured, before reductions are inserted."""
+        """`traced`: the captured program, before reductions are inserted."""
         through = _through(traced)
         result = {name: through[gradient] for name, gradient in sorted(traced.results.gradients.items())}
         self.groups = tuple(dict.fromkeys(result.values()))
@@ -32,7 +32,7 @@ class Flows:
         """Equal on ranks that have the same parameters in the same groups."""
 
     def live(self, flowing: Sequence[bool] | None) -> set[int]:
-        """The numbers of the groups that a gradient reaches, which comes to these results of the forward."""
+        """Return the groups that get a gradient if `flowing[i]` says whether result i has one; None for all results."""
         if flowing is None:
             return set(range(len(self.groups)))
         return {
@@ -42,11 +42,11 @@ class Flows:
         }
 
     def around(self, names: Collection[str]) -> set[int]:
-        """The numbers of the groups that some of these parameters are in."""
+        """Return the groups of these parameters."""
         return {self._group[name] for name in names if name in self._group}
 
     def unreached(self, live: Collection[int]) -> set[str]:
-        """The parameters that are in none of these groups."""
+        """Return the parameters that are in none of these groups."""
         return {name for name, number in self._group.items() if number not in live}
 
 

@@ -1,4 +1,4 @@
-"""Edits of traced graphs, before a program is read: floats as tensors, dense gradients, nested graphs written out."""
+"""Edits of traced graphs before a program is read: floats as tensors, dense gradients, nested graphs inlined."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import fx
 
 from zcompile.torch_internals.operators import invoke_subgraph
 
-# -- floats of plain Python -------------------------------------------------------------------------------------------
+# -- Python floats ----------------------------------------------------------------------------------------------------
 #
-# Dynamo takes a float that varies for a tensor of one float64, reads it by `item()`, and hands back what code makes of
-# it by `torch.scalar_tensor`. AOTAutograd knows floats in arithmetic with tensors alone: such a result would become the
-# number of the call that is traced, and each other one would be traced again.
+# Dynamo represents a dynamic float as a float64 tensor, reads it by `item()`, and returns results computed from it by
+# `torch.scalar_tensor`. AOTAutograd supports floats only in arithmetic with tensors: it would specialize such a result
+# to its value in the traced call, and every other value would be traced again.
 
 _SAME_BITS: dict[Any, Callable[..., Any]] = {
     operator.add: torch.add,
@@ -28,21 +28,21 @@ _SAME_BITS: dict[Any, Callable[..., Any]] = {
     torch.sym_max: torch.maximum,
     torch.sym_min: torch.minimum,
 }
-"""Operations on tensors of float64 that give what these give of Python's floats, to the last bit."""
+"""For functions of Python floats, the operations on float64 tensors that give the same bits."""
 
 
 def varying_floats(graph: fx.Graph) -> list[fx.Node]:
-    """Where a graph of Dynamo's reads floats that vary between its calls."""
+    """Return the nodes of a Dynamo graph that read dynamic floats."""
     return [node for node in graph.find_nodes(op="call_method", target="item") if _is_float(node)]
 
 
 def give_floats_as_tensors(module: fx.GraphModule) -> None:
-    """Compute floats that are handed back as tensors of float64 are, where that gives the same bits."""
-    given = module.graph.find_nodes(op="call_function", target=torch.scalar_tensor)
-    for node in given if varying_floats(module.graph) else ():
+    """Compute returned floats with float64 tensors, where that gives the same bits."""
+    scalars = module.graph.find_nodes(op="call_function", target=torch.scalar_tensor)
+    for node in scalars if varying_floats(module.graph) else ():
         with module.graph.inserting_before(node):
-            handed_back = _is_float(node.args[0]) and node.kwargs == {"dtype": torch.float64}
-            if handed_back and (made := _as_tensor(module.graph, node.args[0])) is not None:
+            is_returned = _is_float(node.args[0]) and node.kwargs == {"dtype": torch.float64}
+            if is_returned and (made := _as_tensor(module.graph, node.args[0])) is not None:
                 node.replace_all_uses_with(made)
                 module.graph.erase_node(node)
     module.recompile()
@@ -53,10 +53,10 @@ def _is_float(value: object) -> bool:
 
 
 def _as_tensor(graph: fx.Graph, value: Any) -> fx.Node | None:
-    """A number as a tensor of one float64; None where bits could be others."""
+    """Return a number as a float64 scalar tensor; None if its bits could differ."""
     if not _is_float(value):
         return _float64(graph, torch.scalar_tensor, value)
-    if value.target == "item":  # in arithmetic that AOTAutograd knows, or it would take the number for a constant
+    if value.target == "item":  # multiplied by ones, or AOTAutograd would specialize the number to a constant
         return graph.call_function(torch.mul, (_float64(graph, torch.ones, ()), value))
     if value.target not in _SAME_BITS:
         return None
@@ -64,19 +64,19 @@ def _as_tensor(graph: fx.Graph, value: Any) -> fx.Node | None:
     return None if None in args else graph.call_function(_SAME_BITS[value.target], tuple(args))
 
 
-def _float64(graph: fx.Graph, function: Callable[..., Any], of: Any) -> fx.Node:
-    return graph.call_function(function, (of,), {"dtype": torch.float64, "device": torch.device("cpu")})
+def _float64(graph: fx.Graph, function: Callable[..., Any], argument: Any) -> fx.Node:
+    return graph.call_function(function, (argument,), {"dtype": torch.float64, "device": torch.device("cpu")})
 
 
 def make_dense(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
-    """Let embeddings give dense gradients, which can be averaged and sharded; with a warning for each."""
+    """Make sparse embeddings compute dense gradients, which can be averaged and sharded; warn for each."""
     for node in module.graph.nodes:
         if not callable(node.target) or getattr(node.target, "__name__", "") not in ("embedding", "embedding_bag"):
             continue
         try:
             called = inspect.signature(node.target).bind(*node.args, **node.kwargs)
         except (TypeError, ValueError):
-            continue  # no function of torch.nn.functional
+            continue  # not the function of torch.nn.functional
         if called.arguments.get("sparse"):
             called.arguments["sparse"] = False
             node.args, node.kwargs = called.args, called.kwargs
@@ -93,16 +93,16 @@ def make_dense(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
 #     y = invoke_subgraph(graph_0, x, w)            z = y @ t_1
 #     z = invoke_subgraph(graph_0, y, w2)
 #
-# `torch.compiler.nested_compile_region` has equal blocks traced once. Passes see into all of them, as they must to
-# gather what each one reads, and equal regions compile once in any case.
+# `torch.compiler.nested_compile_region` traces equal blocks once. Passes need all of them inlined, to gather what each
+# one reads; equal regions are compiled once in any case.
 
 
 _OF_CALLS = ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr")
-"""What is known of a call, and of a graph that was traced once only for the first one."""
+"""Meta that differs between calls of a nested graph; nodes of the graph have it only for the first call."""
 
 
 def written_out(module: fx.GraphModule) -> fx.GraphModule:
-    """`module` without calls of nested graphs; the same, where it has none."""
+    """Return `module` with nested graphs inlined; `module` itself if it has none."""
     calls = module.graph.find_nodes(op="call_function", target=invoke_subgraph)
     if not calls:
         return module
@@ -115,9 +115,9 @@ def written_out(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _append(graph: fx.Graph, module: fx.GraphModule, values: dict[fx.Node, Any], call: fx.Node | None) -> Any:
-    """Append what `module` computes, for one `call` of it, to `graph`; gives what it returns.
+    """Append the nodes of `module`, for one `call` of it, to `graph`; return its results.
 
-    `values`: what its values are in `graph`. Of a nested graph those of its placeholders are there.
+    `values`: maps nodes of `module` to nodes of `graph`; for a nested graph it has its placeholders.
     """
     for node in module.graph.nodes:
         if node.op == "output":
@@ -137,7 +137,7 @@ def _append(graph: fx.Graph, module: fx.GraphModule, values: dict[fx.Node, Any],
 def _called(
     graph: fx.Graph, module: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any], call: fx.Node | None
 ) -> Sequence[Any]:
-    """What a call of a nested graph gives, written out."""
+    """Inline a call of a nested graph; return its results."""
     attribute, _, *given = node.args
     assert isinstance(attribute, fx.Node), "the graph is an attribute"
     nested = module.get_submodule(str(attribute.target))
@@ -154,5 +154,5 @@ def _of_call(call: fx.Node | None) -> dict[str, Any]:
 
 
 def _is_nested(node: fx.Node) -> bool:
-    """True for the attribute of a graph that is called."""
+    """Return True for the attribute that holds a nested graph."""
     return node.op == "get_attr" and bool(node.users) and all(user.target is invoke_subgraph for user in node.users)

@@ -1,12 +1,12 @@
-"""Local graphs: graphs of Dynamo's on DTensors, made to take and give the local tensors that these consist of.
+"""Local graphs: Dynamo graphs on DTensors, rewritten to take and return their local tensors.
 
     def forward(weight, x):                            def forward(weight, x):
         y = linear(x, weight)                              weight_whole = DTensor.from_local(weight, ...)
         return y                           ->              y = linear(x, weight_whole)
                                                            return y.to_local()
 
-So what traces and runs a graph sees plain tensors, and the communication of DTensors as operations of the graph. The
-gradient of a local tensor is placed as the DTensor is: what is a sum over the ranks has been summed when it arrives.
+So tracing and execution of a graph see plain tensors, and the communication of DTensors as operations of the graph. The
+gradient of a local tensor has the placements of the DTensor: sums over ranks have been reduced when it arrives.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from zcompile.torch_internals.sizes import is_symbolic, of_fixed_sizes
 
 @dataclass(frozen=True)
 class Local:
-    """What stands for a DTensor in the module tree, and the leaf that graphs are given for it."""
+    """The placeholder of a DTensor parameter in the module tree, and the leaf that graphs receive for it."""
 
     whole: nn.Parameter
     leaf: nn.Parameter
 
     def given(self) -> nn.Parameter:
-        """The leaf, as trainable as the DTensor is now."""
+        """Return the leaf, with the current `requires_grad` of the DTensor."""
         self.leaf.requires_grad_(self.whole.requires_grad)
         return self.leaf
 
 
 Locals = Mapping[int, Local]
-"""By the identity of the DTensor."""
+"""By the `id` of the DTensor."""
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 """A backend of torch.compile."""
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a DTensor of fixed sizes is made from its local tensor, differentiably."""
+    """The layout of a DTensor of static shape, to create it differentiably from its local tensor."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -70,7 +70,7 @@ class _Layout:
 
 
 class _Whole(nn.Module):
-    """What a graph calls to make a DTensor."""
+    """A module that a graph calls to create a DTensor from its local tensor."""
 
     def __init__(self, layout: _Layout) -> None:
         super().__init__()
@@ -83,15 +83,15 @@ class _Whole(nn.Module):
 def on_locals(
     module: fx.GraphModule, inputs: Sequence[Any], names: Names, locals_: Locals, compiler: Callable[[Names], Compiler]
 ) -> Callable[..., Any]:
-    """What `compiler`, given names of inputs, makes of `module` on local tensors; it takes and gives DTensors.
+    """Compile `module` on local tensors with `compiler`, which receives names of inputs; the result takes DTensors.
 
-    While Dynamo compiles: the example inputs are fakes where Dynamo has not seen the tensor. Raise CaptureError for a
-    DTensor of sizes that vary, or of other placements than Shard, Replicate and Partial.
+    Called while Dynamo compiles: example inputs are fake if Dynamo has not seen the tensor. Raise CaptureError for a
+    DTensor of dynamic shape, or with placements other than Shard, Replicate and Partial.
     """
     taken = {i: value for i, value in enumerate(inputs) if isinstance(value, DTensor)}
     (results,) = module.graph.output_node().args
-    examples = [one.meta.get("example_value") if isinstance(one, fx.Node) else None for one in _listed(results)]
-    given = {i: _Layout.of(one, f"result {i}") for i, one in enumerate(examples) if isinstance(one, DTensor)}
+    examples = [r.meta.get("example_value") if isinstance(r, fx.Node) else None for r in _listed(results)]
+    given = {i: _Layout.of(value, f"result {i}") for i, value in enumerate(examples) if isinstance(value, DTensor)}
     if not taken and not given:
         return compiler(names)(module, inputs)
     made = _local_graph(module, taken, given)
@@ -106,7 +106,7 @@ def on_locals(
 
 
 def _local_graph(module: fx.GraphModule, taken: Mapping[int, DTensor], given: Collection[int]) -> fx.GraphModule:
-    """`module` on local tensors, for DTensors that it takes and gives at these places."""
+    """Return `module` on local tensors; `taken`, `given`: indices of inputs and results that are DTensors."""
     graph = fx.Graph()
     ends = list(_listed(graph.graph_copy(module.graph, {})))
     made = fx.GraphModule(module, graph)
@@ -129,12 +129,12 @@ def _local_graph(module: fx.GraphModule, taken: Mapping[int, DTensor], given: Co
 
 
 def _names_of_locals(names: Names, inputs: Sequence[Any], local: Sequence[Any]) -> Names:
-    """What `names` says of `inputs`, of the local tensors in their places."""
+    """Return `names` for the local tensors in place of `inputs`."""
     pairs = list(zip(inputs, local, strict=True))
-    known = {id(made): names.parameters[id(one)] for one, made in pairs if id(one) in names.parameters}
-    # Code on DTensors reaches its mesh by way of hooks and closures, which is no name to read.
-    meshes = {id(one): "mesh" for one in inputs if isinstance(one, DeviceMesh)}
-    apart = {id(made) for one, made in pairs if isinstance(one, DTensor) and not _is_replicated(one)}
+    known = {id(made): names.parameters[id(value)] for value, made in pairs if id(value) in names.parameters}
+    # Code on DTensors reaches its mesh through hooks and closures, which give no readable name.
+    meshes = {id(value): "mesh" for value in inputs if isinstance(value, DeviceMesh)}
+    apart = {id(made) for value, made in pairs if isinstance(value, DTensor) and not _is_replicated(value)}
     return replace(names, parameters=known, others={**names.others, **meshes}, apart=frozenset(apart))
 
 
@@ -147,7 +147,7 @@ def _listed(results: Any) -> Sequence[Any]:
 
 
 def _local(value: Any, locals_: Locals) -> Any:
-    """What a graph is given for a value: the leaf of a parameter, the local tensor of another DTensor."""
+    """Return what a graph receives for a value: the leaf of a parameter, or the local tensor of another DTensor."""
     if not isinstance(value, DTensor):
         return value
     return locals_[id(value)].given() if id(value) in locals_ else value.to_local()

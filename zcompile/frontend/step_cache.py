@@ -1,11 +1,11 @@
-"""The cache of steps: AOTAutograd's own, in torch's cache folder, whose entries have rewritten programs in them.
+"""The cache of steps: AOTAutograd's own cache, in torch's cache folder, with rewritten programs in its entries.
 
-torch keys an entry by Dynamo's graph, its inputs, its configuration and its version, and looks one up before it traces
-the graph: what is found there is neither traced nor rewritten again. A step keeps what it is in bytes; what the graph
-alone does not tell (names, layout, options, our own code) is a tag that the key gets.
+torch keys an entry by Dynamo's graph, its inputs, its configuration and its version, and looks it up before tracing: a
+step found there is neither traced nor rewritten again. Steps are serialized to bytes; a tag in the key has what the
+graph does not determine (names, layout, options, our own code).
 
-Ranks look on their own. What one has written the others find where they share a folder; all that they must have in
-common, they still compare before a program first communicates.
+Each rank looks up its own entries. Ranks that share a folder find each other's; whatever ranks must agree on, they
+still compare before a program first communicates.
 """
 
 from __future__ import annotations
@@ -54,30 +54,30 @@ from zcompile.torch_internals.sizes import (
 
 
 class Runner(Protocol):
-    """A rewritten step that runs, with AOTAutograd's calling convention; it may be a weak proxy."""
+    """A rewritten step, executable with AOTAutograd's calling convention; may be a weak proxy."""
 
     saved: Sequence[fx.Node]
-    """Values that the forward hands to the backward, tensors first, then sizes."""
+    """Values that the forward saves for the backward, tensors first, then sizes."""
     reread: Sequence[int]
-    """Inputs, by position, that are parameters which the backward reads: AOTAutograd is told that they are saved,
-    after the saved tensors; what it carries is the full parameter where it is kept, and a placeholder elsewhere."""
+    """Positions of inputs that are parameters which the backward reads. AOTAutograd saves them, after the saved
+    tensors: a kept full parameter, or else a placeholder."""
 
     def forward(self, box: list[Any]) -> list[Any]: ...
 
     def backward(self, box: list[Any]) -> list[Any]: ...
 
     def content(self) -> bytes:
-        """Bytes that another process can make the same step of; raise NotStorableError where there are none."""
+        """Serialize the step for another process; raise NotStorableError if that is not possible."""
         ...
 
 
 @dataclass(frozen=True)
 class StepCache:
-    """How steps of a compiler are kept.
+    """How steps of a compiler are stored.
 
     Attributes:
-        depends_on: All that a step depends on beside its graph and the names and layout of its parameters.
-        restore: Makes a step of its content.
+        depends_on: All that a step depends on other than its graph and the names and layout of its parameters.
+        restore: Creates a step from its serialized content.
     """
 
     depends_on: str
@@ -86,7 +86,7 @@ class StepCache:
 
 @dataclass
 class Lookup:
-    """One look into the cache; it makes the step of the entry that is found, once for its forward and backward."""
+    """One lookup in the cache, which restores the step of the entry once for both its forward and its backward."""
 
     restore: Callable[[bytes], Runner]
     runner: Runner | None = None
@@ -96,7 +96,7 @@ _LOOKUP: ContextVar[Lookup] = ContextVar("zcompile_lookup")
 
 
 class RefusedError(BaseException):
-    """An entry was found, and the step is refused: no Exception, which torch would take for a damaged entry."""
+    """The step of a found entry is refused. Not an Exception, which torch would treat as a damaged entry."""
 
     def __init__(self, reason: ZcompileError) -> None:
         super().__init__(str(reason))
@@ -105,7 +105,7 @@ class RefusedError(BaseException):
 
 @contextlib.contextmanager
 def looking(restore: Callable[[bytes], Runner]) -> Iterator[None]:
-    """Within, what AOTAutograd finds in its cache becomes a step by `restore`; what that raises is raised."""
+    """Let AOTAutograd restore steps that it finds in its cache with `restore`; errors of that are propagated."""
     before = _LOOKUP.set(Lookup(restore))
     try:
         yield
@@ -121,45 +121,45 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 
 
 def can_be_kept(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """True if the graph and the kinds of its inputs tell all that tracing it depends on.
+    """Return True if the graph and the types of its inputs determine the result of tracing.
 
-    They do not tell what operators and tensor classes of the user's own compute, nor the numbers in tensors that the
-    graph holds; torch's key says nothing of inputs that share memory, by which AOTAutograd writes to all of them, nor
-    of the floats that a trace was for, which may be numbers of its graph.
+    They do not for custom operators and tensor classes, and for graphs that hold tensors. And torch's key does not
+    include which inputs share memory, in which case AOTAutograd writes to all of them, nor the values of floats, which
+    may be constants of the traced graph.
     """
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     if any(type(value) not in _PLAIN for value in tensors):
         return False
-    places = {StorageWeakRef(value.untyped_storage()) for value in tensors}
-    return len(places) == len(tensors) and all(map(_is_of_torch, nested_in(module)))
+    storages = {StorageWeakRef(value.untyped_storage()) for value in tensors}
+    return len(storages) == len(tensors) and all(map(_is_of_torch, nested_in(module)))
 
 
 def _is_of_torch(module: fx.GraphModule) -> bool:
-    """True if a graph calls operators of torch alone, and holds nothing but graphs."""
+    """Return True if a graph calls only operators of torch, and holds nothing but graphs."""
     graph = module.graph
     held = (operator.attrgetter(str(node.target))(module) for node in graph.find_nodes(op="get_attr"))
-    if graph.find_nodes(op="call_module") or not all(isinstance(one, fx.GraphModule) for one in held):
+    if graph.find_nodes(op="call_module") or not all(isinstance(value, fx.GraphModule) for value in held):
         return False
     if varying_floats(graph):
         return False
     called = (node.target for node in graph.nodes if isinstance(node.target, (OpOverload, OpOverloadPacket)))
-    return all(namespace_of(one) in _OF_TORCH for one in called)
+    return all(namespace_of(value) in _OF_TORCH for value in called)
 
 
 def nested_in(module: fx.GraphModule) -> list[fx.GraphModule]:
-    """A graph, and those that it calls."""
-    return [one for one in module.modules() if isinstance(one, fx.GraphModule)]
+    """Return a graph and the graphs that it calls."""
+    return [graph for graph in module.modules() if isinstance(graph, fx.GraphModule)]
 
 
 def global_state() -> str:
-    """What torch traces operations by beside their arguments, as far as its own keys may leave it out."""
+    """Return the global state that affects tracing and that torch's own key may not include."""
     state = attention_kernels(), torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled
     return f"{state} {torch.get_default_dtype()} {torch.is_inference_mode_enabled()}"
 
 
 @functools.cache
 def own_source() -> str:
-    """A digest of the code of zcompile: what another version has kept is not this one's."""
+    """Return a digest of zcompile's source, so that another version's entries are not used."""
     digest = hashlib.sha256(version("zcompile").encode())
     for package in ("zcompile", "zcompile.passes", "zcompile.runtime"):
         spec = importlib.util.find_spec(package)
@@ -170,11 +170,11 @@ def own_source() -> str:
 
 
 class ForwardCode(OutputCode):
-    """The forward of a step, as AOTAutograd takes code that compilers give it; its entry has the whole step."""
+    """The forward of a step, in the form that AOTAutograd expects of compilers; its entry has the whole step."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._content = runner, b""
-        self._boxed_call = True  # of the object: Dynamo's wrappers copy what it has, not what its class has
+        self._boxed_call = True  # on the instance: Dynamo's wrappers copy instance attributes only
 
     def __call__(self, inputs: Any) -> list[Any]:
         return self._runner.forward(inputs)
@@ -184,7 +184,7 @@ class ForwardCode(OutputCode):
             self._content = self._runner.content()
         except NotStorableError as error:
             raise BypassAOTAutogradCache(str(error)) from error
-        del self._runner  # of the copy that is written
+        del self._runner  # only of the copy that is serialized
 
     def post_compile(self, *_: object) -> None:
         lookup = _LOOKUP.get()
@@ -196,7 +196,7 @@ class ForwardCode(OutputCode):
 
 
 class BackwardCode(OutputCode):
-    """The backward of a step, of which its entry has nothing."""
+    """The backward of a step; its entry is empty, as the forward's has the whole step."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._boxed_call = runner, True
@@ -213,39 +213,39 @@ class BackwardCode(OutputCode):
         self._runner = runner
 
 
-# -- programs as bytes ------------------------------------------------------------------------------------------------
+# -- serialization of programs ----------------------------------------------------------------------------------------
 #
-# What `pickle` knows, and graphs, values and operators as well. Sizes that vary are expressions of those of the inputs,
-# which the tracer gives the same names in every run. torch's own pickler of graphs takes graph modules alone.
+# Pickles graphs, fake values and operators, too. Dynamic sizes are expressions of sizes of inputs, which have the same
+# symbols in every run of the tracer. torch's own pickler of graphs takes only graph modules.
 
 
 _STAND_INS = {**FUNCTIONS, "region": region}
 _NAMES = {id(stand_in): name for name, stand_in in _STAND_INS.items()}
 _KEPT = ("val", "zcompile", "partitioner_tag", "recompute", "ac_graph_id", "has_backward_hook", "seq_nr")
-"""What passes, torch's partitioner among them, read of a node; where it came from is in its data."""
+"""Keys of node meta that passes, including torch's partitioner, read; the origin of a node is in its data."""
 
 
 class NotStorableError(Exception):
-    """What a program holds cannot be kept beyond this process."""
+    """A program has a part that cannot be serialized."""
 
 
 def dumped(value: Any) -> bytes:
-    """Bytes of a value made of programs, graphs, and what can be pickled; raise NotStorableError for anything else."""
+    """Serialize a value made of programs, graphs and picklable objects; raise NotStorableError for anything else."""
     stream = io.BytesIO()
     try:
         _Pickler(stream, protocol=5).dump(value)
     except NotStorableError:
         raise
-    except Exception as error:  # as the parts of it have their own
+    except Exception as error:  # parts of the value raise errors of their own
         raise NotStorableError(str(error)) from error
     return stream.getvalue()
 
 
 def loaded(content: bytes, mode: FakeTensorMode) -> Any:
-    """The value that has these bytes, traced values made in `mode`.
+    """Deserialize a value, with fake tensors created in `mode`.
 
-    What the bytes say is executed: they must come from a folder that only this user can write. Raise ValueError for
-    sizes that are not among those that vary in this run of the tracer.
+    Unpickling executes code: the bytes must come from a folder that only this user can write. Raise ValueError for
+    symbols of sizes that do not exist in this run of the tracer.
     """
     with no_new_guards(mode):
         return _Unpickler(content, mode).load()
@@ -253,7 +253,7 @@ def loaded(content: bytes, mode: FakeTensorMode) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """A node's number in its graph, in its place."""
+    """A node's index in its graph, in place of the node."""
 
     number: int
 
@@ -329,7 +329,7 @@ def _nodes(graph: fx.Graph) -> list[tuple[Any, ...]]:
 def _graph_of(rows: Sequence[tuple[Any, ...]]) -> fx.Graph:
     graph, nodes = fx.Graph(), list[fx.Node]()
     for op, target, args, kwargs, name, meta in rows:
-        given, named = tree_map_only(_Number, lambda one: nodes[one.number], (args, kwargs))
+        given, named = tree_map_only(_Number, lambda ref: nodes[ref.number], (args, kwargs))
         node = graph.create_node(op, target, given, named, name=name)
         node.meta = meta
         nodes.append(node)

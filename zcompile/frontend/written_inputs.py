@@ -1,4 +1,4 @@
-"""What a forward does that a program cannot: writes to parameters and to `.data`, or arguments that overlap anew."""
+"""Refuses forwards that programs cannot represent: writes to parameters and `.data`, newly overlapping arguments."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from zcompile.torch_internals.operators import HigherOrderOperator
 
 
 def refuse_new_data(graph: fx.Graph, names: Mapping[fx.Node, str], parameters: Mapping[fx.Node, str]) -> None:
-    """Raise CaptureError for `tensor.data = value` in a graph of Dynamo's, of which AOTAutograd makes no graph.
+    """Raise CaptureError for `tensor.data = value` in a Dynamo graph, which AOTAutograd cannot trace.
 
-    `names`: of the graph's inputs. `parameters`: names of those that are parameters.
+    `names`: the names of the graph's inputs. `parameters`: the names of inputs that are parameters.
     """
     for node in graph.nodes:
         target = node.args[0] if node.args and node.target in (torch.Tensor.set_, "set_") else None
@@ -32,7 +32,7 @@ def refuse_new_data(graph: fx.Graph, names: Mapping[fx.Node, str], parameters: M
 
 
 def refuse_written_parameter(name: str, place: str) -> NoReturn:
-    """Raise CaptureError for a write to a parameter; `place` is where, as ` at FILE:LINE`."""
+    """Raise CaptureError for a write to a parameter; `place`: ` at FILE:LINE`, or ""."""
     fix = "keep what changes in a buffer, or change parameters between steps, as in a method that is called then"
     raise CaptureError(name, f"the model's forward writes to this parameter{place}", fix)
 
@@ -41,9 +41,9 @@ _OPAQUE = frozenset({"invoke_leaf_function", "with_effects"})
 
 
 def refuse_opaque_calls(graph: fx.Graph, source: Callable[[fx.Node], str]) -> None:
-    """Raise CaptureError for a call of unknown order and effects, such as `@torch._dynamo.leaf_function` gives.
+    """Raise CaptureError for a call with unknown effects and order, such as of a `@torch._dynamo.leaf_function`.
 
-    `source` gives the path of the module that a node comes from.
+    `source` returns the path of the module that a node comes from.
     """
     for node in graph.nodes:
         if isinstance(node.target, HigherOrderOperator) and node.target.name() in _OPAQUE:
@@ -57,25 +57,25 @@ def refuse_opaque_calls(graph: fx.Graph, source: Callable[[fx.Node], str]) -> No
 
 
 def where(node: fx.Node) -> str:
-    """The line of the model's code that a node comes from, as ` at FILE:LINE`; empty where it is not known."""
+    """Return the line of the model's code that a node comes from, as ` at FILE:LINE`; "" if unknown."""
     line = line_of(node)
     return f" at {line}" if line else ""
 
 
 # -- arguments that share memory --------------------------------------------------------------------------------------
 #
-# A graph that writes to one is right for the way in which they did when it was traced. AOTAutograd looks then which of
-# them overlap with what is written to, and guards on nothing of it (torch 2.11 to 2.15).
+# A graph that writes to an argument is correct only for arguments that overlap as they did when it was traced.
+# AOTAutograd looks at these overlaps while it traces, but does not guard on them (torch 2.11 to 2.15).
 
 
 Overlap = tuple[int, int, Any]
-"""The places of two arguments, and where in memory the second one lies beside the first."""
+"""The positions of two arguments, and the memory layout of the second relative to the first."""
 
 
 def check_overlaps(compiled: Callable[..., Any], names: Mapping[int, str]) -> Callable[..., Any]:
-    """`compiled`, which refuses arguments that overlap otherwise than in the first call with one that it writes to.
+    """Return `compiled`, refusing arguments whose overlap with a written argument differs from that in the first call.
 
-    `names`: of the arguments, by their places.
+    `names`: the names of the arguments, by position.
     """
     if len(names) < 2:
         return compiled
@@ -84,11 +84,11 @@ def check_overlaps(compiled: Callable[..., Any], names: Mapping[int, str]) -> Ca
 
     def run(*args: Any) -> Any:
         nonlocal written, traced
-        given = {place: args[place] for place in names if _has_memory(args[place])} if written != set() else {}
+        given = {index: args[index] for index in names if _has_memory(args[index])} if written != set() else {}
         if written is None:
-            before, traced = {place: version_of(one) for place, one in given.items()}, _overlaps(given)
+            before, traced = {index: version_of(value) for index, value in given.items()}, _overlaps(given)
             result = compiled(*args)
-            written = {place for place, one in given.items() if version_of(one) != before[place]}
+            written = {index for index, value in given.items() if version_of(value) != before[index]}
             return result
         for first, second, _ in _overlaps(given) ^ traced:
             if first in written or second in written:
@@ -107,22 +107,22 @@ def _has_memory(value: object) -> bool:
 
 
 def _overlaps(given: Mapping[int, torch.Tensor]) -> set[Overlap]:
-    """Those arguments of which one begins before the other's memory ends."""
-    found, seen = set[Overlap](), defaultdict[int, list[int]](list)
-    for place, one in given.items():
-        group = seen[one.untyped_storage().data_ptr()]
+    """Return the pairs of arguments whose byte ranges in the same storage overlap."""
+    overlaps, seen = set[Overlap](), defaultdict[int, list[int]](list)
+    for index, value in given.items():
+        group = seen[value.untyped_storage().data_ptr()]
         for other in group:
             before = given[other]
-            (start, end), (low, high) = _span(one), _span(before)
+            (start, end), (low, high) = _span(value), _span(before)
             if start < high and low < end:
-                shapes = before.shape, before.stride(), one.shape, one.stride()
-                found.add((other, place, (start - low, *shapes)))
-        group.append(place)
-    return found
+                shapes = before.shape, before.stride(), value.shape, value.stride()
+                overlaps.add((other, index, (start - low, *shapes)))
+        group.append(index)
+    return overlaps
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """From its first to behind its last element, in bytes of its storage."""
+    """Return the byte range [start, stop) of a tensor in its storage."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * tensor.itemsize
     return start, start + int(steps + 1) * tensor.itemsize
