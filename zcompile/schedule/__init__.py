@@ -1,1 +1,1 @@
-"""Options, pipelines, and how far ahead gathers start."""
+"""Options, pipelines of passes, and how far ahead gathers start."""

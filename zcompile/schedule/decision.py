@@ -1,6 +1,6 @@
-"""The decision of a schedule: how far ahead gathers start, what stays full, what may be computed again.
+"""Chooses a schedule: how far ahead gathers start, which units stay full, and the budget for recomputation.
 
-Training, inspection and planning come here, so that a program which is only looked at is the one that would run.
+Training, inspection and planning all use it, so that a program that is only inspected is the one that would run.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from zcompile.schedule.pipeline import Journal, Pipeline, Trait, Verified
 
 DEPTHS = (0, 1, 2, 3, 4, 6, 8)
 WORTH = 0.005
-"""Each further unit costs memory: it must save this share of a step."""
+"""Share of a step that a deeper prefetch must save to be worth its memory."""
 LEAST_PACKED = 4 * 1024
 MARGIN = 0.9
-"""Share of the free memory that checkpoint="auto" fills: operations take some while they run, allocators waste some."""
+"""Share of the free memory that checkpoint="auto" uses: the rest is for temporaries of operations and fragmentation."""
 
 Share = Callable[[str, str], list[str]]
-"""Called with what is told and a text of this rank's; gives the texts of all ranks, in their order. Collective."""
+"""Called with a subject and this rank's text; returns the texts of all ranks, in rank order. Collective."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a program is to be compiled with."""
+    """How a program is to be compiled."""
 
     options: Options
     schedule: Schedule
-    """Before anything is chosen by what is traced."""
+    """The schedule before any choice that depends on the traced program."""
     keeps: bool = True
-    """False of a part of a model, whose units are not kept full over the turn."""
+    """False for a part of a model, whose units are not kept full over the turn."""
     updates: bool = False
     """True for a train step."""
     free: int | None = None
     """Bytes that checkpoint="auto" may use."""
 
     def pipeline(self, schedule: Schedule | None = None) -> Pipeline:
-        """The passes, with another schedule if one is given."""
+        """Return the passes, for `schedule` in place of `self.schedule` if given."""
         return self.options.pipeline(schedule or self.schedule, keeps=self.keeps, free=self.free, updates=self.updates)
 
     def chooses(self, traced: Program) -> bool:
-        """True if the schedule is chosen by `traced`: it trains the whole model."""
+        """Return True if the schedule depends on `traced`, which then trains the whole model."""
         return self.options.chooses and self.keeps and traced.has_backward
 
 
@@ -63,27 +63,27 @@ def decide(
     share: Share | None = None,
     journal: Journal | None = None,
 ) -> Schedule:
-    """The schedule of a program. Collective.
+    """Choose the schedule of a program. Collective.
 
-    Ranks may have batches of different sizes, and must have the same communications: how far ahead to gather is the
-    first rank's choice, and kept is what fits on every rank.
+    Ranks may have batches of different sizes, but must have the same communications. So prefetch is the first rank's
+    choice (with a memory limit, the least of all ranks), and units are kept full only if they fit on every rank.
 
     Args:
         traced: The program before any pass.
-        request: What it is to be compiled with.
-        hardware: Gives what prefetch="auto" counts with; called only for that.
-        share: How ranks tell each other; None for one rank alone.
-        journal: What tells, where a pass fails, what those before it did.
+        request: How it is to be compiled.
+        hardware: Returns the hardware profile; called only for prefetch="auto".
+        share: Exchanges texts between ranks; None for a single rank.
+        journal: Records the passes before one that fails.
 
     Raises:
-        OptionError: on every rank: on one, the step takes more than the memory limit.
-        ProgramError, PipelineError: a pass went wrong.
+        OptionError: the step exceeds the memory limit on some rank; raised on every rank.
+        ProgramError, PipelineError: a pass failed.
     """
     try:
         return _decided(traced, request, hardware, share)
     except (PipelineError, ProgramError):
         if journal is not None:
-            request.pipeline().verified(traced, journal)  # it fails again
+            request.pipeline().verified(traced, journal)  # fails again, and fills the journal
         raise
 
 
@@ -91,19 +91,19 @@ def _decided(
     traced: Program, request: Request, hardware: Callable[[], Hardware], share: Share | None = None
 ) -> Schedule:
     options, schedule = request.options, request.schedule
-    limit, tell = options.limit, share or (lambda _, text: [text])
+    limit, exchange = options.limit, share or (lambda _, text: [text])
     if not request.chooses(traced):
         return schedule
     if options.prefetch == "auto":
         schedule = choose(traced, request.pipeline, hardware(), limit)
-        told = tell("the schedule of gathers", json.dumps([schedule.prefetch, schedule.small, schedule.bucket]))
-        choices = [json.loads(text) for text in told]
-        # A deeper one may be beyond the limit on the rank that chose a lesser one.
+        texts = exchange("the schedule of gathers", json.dumps([schedule.prefetch, schedule.small, schedule.bucket]))
+        choices = [json.loads(text) for text in texts]
+        # A deeper prefetch may exceed the limit on the rank that chose a smaller one.
         prefetch = min(prefetch for prefetch, *_ in choices) if limit else choices[0][0]
         schedule = Schedule(prefetch, *choices[0][1:])
     if limit is None:
         return schedule
-    shared = tell("the memory limit", json.dumps(fit(traced, request.pipeline, schedule, limit)))
+    shared = exchange("the memory limit", json.dumps(fit(traced, request.pipeline, schedule, limit)))
     result = [json.loads(text) for text in shared]
     check_fits(max(least for least, _ in result), limit)
     first, *others = [units for _, units in result]
@@ -113,10 +113,10 @@ def _decided(
 def choose(
     traced: Program, pipeline: Callable[[Schedule], Pipeline], hardware: Hardware, memory_limit: int | None = None
 ) -> Schedule:
-    """The least prefetch whose simulated step is as short as that of any, but for what is not worth the memory.
+    """Return the smallest prefetch whose simulated step is within WORTH of the fastest.
 
-    A parameter is packed while copying it out of a message costs less than a message's latency. A depth beyond
-    `memory_limit` is no choice, but for 0.
+    A parameter is packed if copying it out of a message costs less than a message's latency. Depths that exceed
+    `memory_limit` are excluded, except 0.
     """
     stride = traced.layout.sharded.stride
     small = max(LEAST_PACKED, int(hardware.slowest(stride).latency * hardware.memory_bandwidth / 2))
@@ -134,15 +134,15 @@ def choose(
 def fit(
     traced: Program, pipeline: Callable[[Schedule], Pipeline], schedule: Schedule, memory_limit: int
 ) -> tuple[int, tuple[str, ...]]:
-    """The bytes that the step takes at least, and the units that may be kept full within the limit."""
+    """Return the least bytes that the step takes, and the units that can be kept full within the limit."""
     program = Verified.traced(traced).after(pipeline(replace(schedule, kept=())).passes).program
     return peak_bytes(program), choose_kept_units(program, memory_limit)
 
 
 def checkpoint_budget(options: Options, layout: Layout, free: Callable[[], float]) -> int | None:
-    """What checkpoint="auto" may use of the `free` bytes beside the shards: without two moments of an optimizer.
+    """Return the bytes that checkpoint="auto" may use: of the `free` bytes, without two moments of an optimizer.
 
-    Those may be still to come. Ranks may find different figures: what a rank computes again is no concern of others.
+    The moments may not be allocated yet. Ranks may get different results, as recomputation is local to a rank.
     """
     if options.checkpoint != "auto":
         return None

@@ -1,4 +1,4 @@
-"""The pipeline of each stage: the passes, in one screen."""
+"""The default pipelines of passes, for each stage and for pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ from zcompile.schedule.option_checks import bytes_of, check_prefetch, check_stag
 from zcompile.schedule.pipeline import Pass, Pipeline, Trait
 
 Partition = Literal["min_cut", "default"]
-"""What the forward saves: see `pipeline`."""
+"""How to decide what the forward saves: see `pipeline`."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How far ahead gathers start, what travels packed, and what is kept full."""
+    """How far ahead gathers start, which parameters are packed, and which units are kept full."""
 
     prefetch: int = 2
-    """Units gathered ahead."""
+    """How many units are gathered ahead."""
     small: int = SMALL_BYTES
-    """Bytes up to which a parameter travels packed with its neighbours."""
+    """Bytes up to which a parameter is packed with its neighbors."""
     bucket: int = bucket_for(CPU)
-    """Bytes of a packed message, and of what is copied at a time to be sent."""
+    """Most bytes of a packed message, and of a piece that is copied to be sent."""
     kept: tuple[str, ...] = ()
     """Units kept full from the forward to the backward because the memory limit allows it."""
 
@@ -65,7 +65,7 @@ UPDATES = (
     Pass("insert_updates", insert_updates, (facts.WAITS_SUNK,), (facts.UPDATED_ONCE,), Trait.UPDATES),
     Pass("gather_ahead", gather_ahead, (facts.UPDATED_ONCE,), (facts.GATHERED_AHEAD,), Trait.UPDATES),
 )
-"""What a train step adds; without prefetch no gather stands ahead of its use."""
+"""Passes added for a train step; without prefetch, `gather_ahead` is left out."""
 GATHERED = (facts.GATHERED_BEFORE_USE, facts.RELEASED_ONCE)
 _FULL = Trait.SCHEDULES | Trait.KEEPS_FULL
 ASSIGN = Pass("assign_units", assign_units, (facts.PHASES_SPLIT,), (facts.UNITS_ASSIGNED,), Trait.BEFORE_LAYOUT)
@@ -94,28 +94,29 @@ def pipeline(
     partition_activations: bool = False,
     cuda_graphs: bool = False,
 ) -> Pipeline:
-    """The passes that make a ZeRO program of `stage`, in the order derived from their facts; printed as a table.
+    """Return the passes that make a ZeRO program, in the order derived from their facts; prints as a table.
 
     Args:
-        stage: 0 (nothing sharded), 1 (optimizer state), 2 (and gradients) or 3 (and parameters).
-        prefetch: How many units are gathered ahead of the one that computes; 0 means none.
-        partition: What the forward saves: `default` what eager PyTorch saves, `min_cut` less than that, for Inductor.
-        memory_limit: Bytes, or "2 GiB": what a step may hold beside shards and optimizer state, as predicted by
-            `zcompile.cost.memory`. Only what exceeds it goes away; stage 3 keeps as many units full as fit.
-        kept: Those units, where they have been chosen already; the limit is then not checked again.
-        small: Parameters of at most so many bytes travel packed with their neighbours.
-        bucket: Bytes of a packed message, and of what is copied at a time to be sent; by default for gloo on 1 Gbit/s.
-        checkpoint: What the backward computes again: all of a unit but its input ("unit"), or the cheapest choice that
-            holds at most so many bytes ("512 MiB", a number), or this share of the peak (a float).
-        whole: False for programs that are parts of a model, where a checkpoint setting may be without effect.
-        updates: Let the optimizer use gradients as they arrive; for `zcompile.train_step`.
-        arenas: Give what is gathered, copied to be sent or saved places in memory that is kept.
-        offload_activations: "cpu" or "disk:FOLDER": keep what is saved for the backward there.
-        partition_activations: Keep of what all tensor-parallel ranks save a shard on each.
-        cuda_graphs: Capture regions as CUDA graphs, and give what is gathered or copied to be sent places for that.
+        stage: What is sharded: 0 (nothing), 1 (optimizer state), 2 (also gradients) or 3 (also parameters).
+        prefetch: How many units are gathered ahead of the unit that computes; 0 for none.
+        partition: What the forward saves: "default" for what eager PyTorch saves, "min_cut" for less, with Inductor.
+        memory_limit: Bytes, or a string such as "2 GiB", that a step may hold in addition to shards and optimizer
+            state, as predicted by `zcompile.cost.memory`. Only the excess is offloaded; stage 3 keeps units full
+            as far as they fit.
+        kept: The units to keep full, if already chosen; the limit is then not checked again.
+        small: Parameters of at most this many bytes are packed with their neighbors.
+        bucket: Most bytes of a packed message, and of a piece copied to be sent; the default suits gloo on 1 Gbit/s.
+        checkpoint: What the backward recomputes: all of a unit except its input ("unit"), or the cheapest choice that
+            holds at most this many bytes ("512 MiB", an int) or this share of the peak (a float).
+        whole: False for a program of a part of a model, where a checkpoint setting may have no effect.
+        updates: Run the optimizer on gradients as they are reduced, for `zcompile.train_step`.
+        arenas: Keep gathered parameters, copied gradients and saved activations in preallocated memory.
+        offload_activations: Where to offload saved activations: "cpu" or "disk:FOLDER".
+        partition_activations: Shard saved activations that are the same on all tensor-parallel ranks.
+        cuda_graphs: Capture regions as CUDA graphs, with gathered parameters and copied gradients at fixed addresses.
 
     Raises:
-        OptionError: a stage outside 0 to 3, a negative prefetch, a limit that is no size, an unknown checkpoint.
+        OptionError: a stage outside 0 to 3, a negative prefetch, an invalid size, or an unknown checkpoint setting.
     """
     check_stage(stage)
     check_prefetch(prefetch)
@@ -127,13 +128,13 @@ def pipeline(
     passes += [keep] if STAGES[stage].parameters_sharded else []
     passes += [pieces, ahead, sink] if STAGES[stage].optimizer_sharded else [sink]
     away = offload_of("offload_activations", offload_activations) is not None
-    passes += _elsewhere(max(prefetch, 1), shards=partition_activations, away=away, whole=whole, limit=limit)
+    passes += _offloads(max(prefetch, 1), shards=partition_activations, away=away, whole=whole, limit=limit)
     budget = checkpoint_of(checkpoint)
-    behind = [*(UPDATES[: 2 if prefetch else 1] if updates else ())]
-    behind += _places(activations=budget is not None, arenas=arenas, graphs=cuda_graphs)
-    place = _recomputes(budget, [*passes, *behind], fuses=partition == "min_cut", whole=whole)
+    last = [*(UPDATES[: 2 if prefetch else 1] if updates else ())]
+    last += _arenas(activations=budget is not None, arenas=arenas, graphs=cuda_graphs)
+    recompute = _recomputes(budget, [*passes, *last], fuses=partition == "min_cut", whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
-    chosen = (split, ASSIGN, *place, *passes, *_within(limit, kept), *behind)
+    chosen = (split, ASSIGN, *recompute, *passes, *_within(limit, kept), *last)
     return Pipeline(STAGES[stage], chosen, (facts.VOLUME_RIGHT, *goals))
 
 
@@ -148,18 +149,18 @@ def of_stages(
     others: int = 0,
     step: Callable[[Program], Program] | None = None,
 ) -> tuple[Pass, ...]:
-    """The passes that the program of each pipeline stage goes through, for one micro-batch.
+    """Return the passes for the program of a pipeline stage, for one micro-batch.
 
     Args:
         partition: See `pipeline`.
-        sent: Where the schedule runs gradients of weights apart, how many gradients of inputs other stages wait for.
+        sent: If the schedule runs gradients of weights separately, how many gradients of inputs other stages wait for.
         small: See `pipeline`.
-        bucket: The same.
-        checkpoint: What is computed again: all of a unit but its input ("unit"), or what makes the step hold at most so
-            many bytes.
+        bucket: See `pipeline`.
+        checkpoint: What is recomputed: all of a unit except its input ("unit"), or what is needed for the step to hold
+            at most this many bytes.
         at_once: False if other micro-batches run between the forward of a stage and its backward.
-        others: The most of them that hold what they save at a time.
-        step: With a number of bytes, what makes the step of the finished program.
+        others: The most micro-batches that hold their saved values at the same time as this one.
+        step: For a limit in bytes, turns the finished program into a step.
     """
     split, outline = _regions(partition)
     following = [outline, _messages(small, bucket)[0]]
@@ -187,42 +188,42 @@ def of_steps(
     memory_limit: int | None = None,
     away: bool = False,
 ) -> tuple[Pass, ...]:
-    """The passes that a step of several micro-batches goes through, once the actions of a rank are written out.
+    """Return the passes for a step of several micro-batches, after `unroll_microbatches`.
 
     Args:
         stage: See `pipeline`.
-        prefetch: The same.
-        small: The same.
-        bucket: Bytes of a packed message, and of what is copied at a time to be sent.
-        updates: Let the optimizer use gradients as soon as they are there.
-        memory_limit: Bytes that the step may hold beside shards and optimizer state; as far as it allows, units stay
-            full from one action to a later one.
-        away: Keep what is saved from action to action elsewhere; with a limit as much of it as is needed.
+        prefetch: See `pipeline`.
+        small: See `pipeline`.
+        bucket: See `pipeline`.
+        updates: Run the optimizer on gradients as they are reduced.
+        memory_limit: Bytes that the step may hold in addition to shards and optimizer state; units stay full from one
+            action to a later one as far as it allows.
+        away: Offload values saved from one action for another; with a limit, only as many as needed.
     """
     _, pieces = _messages(small, bucket)
     _, ahead, sink = _schedule(prefetch, bounded=False, consumed=updates)
     passes = [GATHER, REDUCE_MICROBATCHES]
     passes += [pieces, ahead, sink] if STAGES[stage].optimizer_sharded else [sink]
     receive = Pass("receive_ahead", partial(receive_ahead, depth=max(prefetch, 1)), traits=Trait.SCHEDULES)
-    behind = [*(UPDATES[:1] if updates else ()), *([receive] if prefetch else [])]
+    last = [*(UPDATES[:1] if updates else ()), *([receive] if prefetch else [])]
     if away:
         move = partial(offload_microbatches, ahead=max(prefetch, 1), memory_limit=memory_limit)
-        behind.append(Pass("offload_microbatches", move, (facts.WAITS_SUNK,), traits=Trait.SCHEDULES))
+        last.append(Pass("offload_microbatches", move, (facts.WAITS_SUNK,), traits=Trait.SCHEDULES))
     if memory_limit is not None:
         between, fits = partial(keep_between_actions, memory_limit=memory_limit), facts.memory_bounded(memory_limit)
-        behind.append(Pass("keep_between_actions", between, (facts.WAITS_SUNK,), (fits,), _FULL))
-    return (*passes, *behind)
+        last.append(Pass("keep_between_actions", between, (facts.WAITS_SUNK,), (fits,), _FULL))
+    return (*passes, *last)
 
 
 def run_passes(passes: Sequence[Pass], program: Program) -> Program:
-    """What a program becomes, without any proof."""
+    """Run passes on a program, without checking facts or values."""
     for step in passes:
         program = step(program)
     return program
 
 
 def _regions(partition: Partition) -> tuple[Pass, Pass]:
-    """The passes that split what was traced, and outline its compute."""
+    """Return the passes that split the traced step into phases, and outline its compute."""
     split, outline = partial(split_phases, partition=partition), partial(outline_regions, fuses=partition == "min_cut")
     return (
         Pass("split_phases", split, ensures=(facts.PHASES_SPLIT,), traits=Trait.BEFORE_LAYOUT),
@@ -231,7 +232,7 @@ def _regions(partition: Partition) -> tuple[Pass, Pass]:
 
 
 def _schedule(prefetch: int, *, bounded: bool, consumed: bool) -> tuple[Pass, Pass, Pass]:
-    """The passes that move communications: gathers ahead of their use, and waits behind what they need not hold up."""
+    """Return the passes that move communications: gathers earlier, and waits for reductions later."""
     ensures = (facts.units_bounded(prefetch),) if bounded else ()
     full, ahead = partial(keep_full, prefetch=prefetch), partial(schedule_prefetch, prefetch=prefetch)
     sink = partial(sink_waits, depth=max(prefetch, 1), consumed=consumed)
@@ -243,7 +244,7 @@ def _schedule(prefetch: int, *, bounded: bool, consumed: bool) -> tuple[Pass, Pa
 
 
 def _messages(small: int, bucket: int) -> tuple[Pass, Pass]:
-    """The passes that pack what is small, and let what is large be sent in pieces."""
+    """Return the passes that pack small parameters, and reduce large gradients in pieces."""
     packed, split_up = partial(pack_small, small=small, bucket=bucket), partial(split_large, bucket=bucket)
     return (
         Pass("pack_small", packed, (facts.REGIONS_OUTLINED,), (facts.MESSAGES_PACKED,)),
@@ -251,15 +252,15 @@ def _messages(small: int, bucket: int) -> tuple[Pass, Pass]:
     )
 
 
-def _places(*, activations: bool, arenas: bool, graphs: bool) -> list[Pass]:
-    """The passes behind all that gather, reduce or release; activations have places in the graphs' own memory."""
+def _arenas(*, activations: bool, arenas: bool, graphs: bool) -> list[Pass]:
+    """Return the passes that place buffers, after all others; with graphs, activations stay in graph memory."""
     plan = partial(plan_memory, activations=activations and not graphs)
     places = Pass("plan_memory", plan, (facts.WAITS_SUNK,), (facts.PLACES_DISJOINT,))
     return [*([places] if arenas or graphs else []), *([CAPTURE] if graphs else [])]
 
 
-def _elsewhere(ahead: int, *, shards: bool, away: bool, whole: bool, limit: int | None) -> list[Pass]:
-    """The passes that keep shards of activations, and move what is left away, and back as early as parameters come."""
+def _offloads(ahead: int, *, shards: bool, away: bool, whole: bool, limit: int | None) -> list[Pass]:
+    """Return the passes that shard saved activations and offload the others, fetched as early as parameters."""
     part = partial(partition_activations_pass, ahead=ahead, moved=away, whole=whole)
     parts = Pass("partition_activations", part, (facts.WAITS_SUNK,))
     move = partial(offload_activations_pass, ahead=ahead, memory_limit=limit)
@@ -268,7 +269,7 @@ def _elsewhere(ahead: int, *, shards: bool, away: bool, whole: bool, limit: int 
 
 
 def _within(limit: int | None, kept: Sequence[str] | None) -> list[Pass]:
-    """The pass that keeps further units full, or those `kept`, within the memory limit, if there is one."""
+    """Return the pass that keeps more units full, or exactly `kept`, within the memory limit, if there is one."""
     if limit is None:
         return []
     fits = (facts.memory_bounded(limit),) if kept is None else ()
@@ -279,9 +280,9 @@ def _within(limit: int | None, kept: Sequence[str] | None) -> list[Pass]:
 def _recomputes(
     checkpoint: Literal["unit", "auto"] | int | float | None, following: Sequence[Pass], *, fuses: bool, whole: bool
 ) -> list[Pass]:
-    """The pass that has activations computed again, if any, before those that are `following`.
+    """Return the pass that recomputes activations, if any; it measures with the passes that are `following`.
 
-    What is kept full within a memory limit is not among them: it comes on top of a budget.
+    `keep_within` is not among them: units kept full within a memory limit come on top of the budget.
     """
     if checkpoint is None:
         return []
@@ -289,5 +290,5 @@ def _recomputes(
         raise OptionError("checkpoint", "'auto' wants to know a device", "give it to zcompile.compile, or a size here")
 
     finish = partial(run_passes, following)
-    place = partial(recompute_activations, checkpoint=checkpoint, finish=finish, fuses=fuses, whole=whole)
-    return [Pass("recompute_activations", place, (facts.UNITS_ASSIGNED,))]
+    run = partial(recompute_activations, checkpoint=checkpoint, finish=finish, fuses=fuses, whole=whole)
+    return [Pass("recompute_activations", run, (facts.UNITS_ASSIGNED,))]

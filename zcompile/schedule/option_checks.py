@@ -1,4 +1,4 @@
-"""Checks of options, with the nearest valid choice in the message."""
+"""Checks of options; messages suggest a valid choice."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BACKENDS = ("inductor", "eager")
 
 
 def check_stage(stage: object) -> None:
-    """Raise OptionError for what is no ZeRO stage."""
+    """Raise OptionError unless `stage` is a ZeRO stage."""
     if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3:
         raise OptionError("stage", f"{stage!r} is no ZeRO stage", "choose 0, 1, 2 or 3")
 
 
 def check_prefetch(prefetch: object, *, auto: bool = False) -> None:
-    """Raise OptionError for what is no number of units, nor "auto" where that is allowed."""
+    """Raise OptionError unless `prefetch` is a number of units, or "auto" if that is allowed."""
     if auto and prefetch == "auto":
         return
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
@@ -32,10 +32,10 @@ def check_prefetch(prefetch: object, *, auto: bool = False) -> None:
 
 
 def bytes_of(option: str, size: object) -> int | None:
-    """`size` in bytes: a number of them, or a text such as "512 MiB"; None for None.
+    """Return `size` in bytes: an int, or a string such as "512 MiB"; None for None.
 
     Raises:
-        OptionError: it is neither, or not positive.
+        OptionError: `size` is neither, or not positive.
     """
     if size is None:
         return None
@@ -52,10 +52,10 @@ def bytes_of(option: str, size: object) -> int | None:
 
 
 def offload_of(option: str, place: object) -> Path | Literal["cpu"] | None:
-    """What is meant by `option=`: the memory of the host, or a folder on a disk.
+    """Parse an option for offloading: host memory ("cpu"), or a folder on a disk ("disk:FOLDER").
 
     Raises:
-        OptionError: it is neither.
+        OptionError: `place` is neither.
     """
     if place is None or place == "cpu":
         return place
@@ -66,24 +66,24 @@ def offload_of(option: str, place: object) -> Path | Literal["cpu"] | None:
 
 
 def check_place(option: str, place: Path | Literal["cpu"], device: torch.device) -> None:
-    """Raise OptionError for the host's memory where the model is there itself, and for a disk where it is not."""
+    """Raise OptionError for offloading to host memory from the CPU, or to a disk from any other device."""
     if (place == "cpu") is (device.type == "cpu"):
         problem = f"is {'cpu' if place == 'cpu' else f'disk:{place}'!r}, and the model is on {device}"
         raise OptionError(option, problem, "give 'cpu' for a model on a GPU, 'disk:FOLDER' for one on the CPU")
 
 
 def check_worlds(worlds: object) -> None:
-    """Raise OptionError for what are no numbers of ranks."""
+    """Raise OptionError unless `worlds` is a sequence of numbers of ranks."""
     given = list(worlds) if isinstance(worlds, Sequence) else []
     if not given or any(isinstance(world, bool) or not isinstance(world, int) or world < 1 for world in given):
         raise OptionError("worlds", f"{worlds!r} are no numbers of ranks", "give one or more, such as (8, 64)")
 
 
 def checkpoint_of(checkpoint: object) -> Literal["unit", "auto"] | int | float | None:
-    """What is meant by `checkpoint=`: a word, a size in bytes, or a share of the peak.
+    """Parse `checkpoint=`: "unit", "auto", a size in bytes, or a share of the peak.
 
     Raises:
-        OptionError: it is none of them.
+        OptionError: it is none of these.
     """
     if checkpoint is None or checkpoint == "unit" or checkpoint == "auto":
         return checkpoint
@@ -107,14 +107,14 @@ _FACTORS = {"": 1} | {
 
 
 def check_dtype(option: str, dtype: object) -> None:
-    """Raise OptionError for what is no real floating-point dtype."""
+    """Raise OptionError unless `dtype` is a real floating-point dtype or None."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         fix = "choose torch.bfloat16, torch.float16 or torch.float32, or None for the model's own"
         raise OptionError(option, f"{dtype!r} is no dtype to compute with", fix)
 
 
 def check_wire(dtype: object, stage: int) -> None:
-    """Raise OptionError for what averages cannot travel in between replicas, or where there are none."""
+    """Raise OptionError for a dtype in which averages cannot be sent between replicas, or if none are sent."""
     if dtype is None:
         return
     _check_wire_dtype("outer_dtype", dtype, "averages")
@@ -124,7 +124,7 @@ def check_wire(dtype: object, stage: int) -> None:
 
 
 def check_gather_wire(dtype: object, stage: int, *, divides: bool) -> None:
-    """Raise OptionError for what shards cannot travel in outside, or where none do, unless both axes divide them."""
+    """Raise OptionError for a dtype in which shards cannot be sent along the outer axis, or if none are sent."""
     if dtype is None:
         return
     _check_wire_dtype("outer_gather_dtype", dtype, "shards")
@@ -135,7 +135,7 @@ def check_gather_wire(dtype: object, stage: int, *, divides: bool) -> None:
 
 
 def check_gathered(layout: Layout, dtype: torch.dtype | None) -> None:
-    """Raise OptionError for an `outer_gather_dtype` that no shard of a layout travels outside in."""
+    """Raise OptionError if no shard of a layout is sent along the outer axis in `dtype`."""
     floating = (param for param in layout.params if param.full_dtype.is_floating_point)
     found = (dtype in (param.outer_gather_dtype, param.full_dtype) for param in floating)
     if dtype is None or not layout.has_secondary or any(found):
@@ -159,14 +159,14 @@ def _check_wire_dtype(option: str, dtype: object, what: str) -> None:
 
 
 FLAT = "flat"
-"""`shard=` for all ranks of a mesh of two dimensions as if it had one."""
+"""`shard=` that treats all ranks of a 2-D mesh as one dimension."""
 AUTO = "auto"
-"""`shard=` for what is chosen by the memory at hand and the links."""
+"""`shard=` that chooses by available memory and links."""
 SHARDS = (FLAT, *Hybrid)
 
 
 def check_shard(shard: object, stage: int) -> None:
-    """Raise OptionError for an unknown way to divide over two axes, or where nothing is divided."""
+    """Raise OptionError for an unknown way to shard over two axes, or in stage 0."""
     if shard is None:
         return
     if shard not in (AUTO, *SHARDS):
@@ -177,7 +177,7 @@ def check_shard(shard: object, stage: int) -> None:
 
 
 def check_dimensions(shard: str | None, outer_dtype: object, dimensions: int, *, whole: bool = False) -> None:
-    """Raise OptionError for what options ask of a mesh of so few dimensions, or beside `whole=`."""
+    """Raise OptionError for options that need a mesh of more dimensions, or that exclude `whole=`."""
     if outer_dtype is not None and dimensions == 1:
         problem = "is for the outer dimension of a mesh of two, and all ranks shard along one"
         raise OptionError("outer_dtype", problem, f"give mesh={_TWO_LEVELS}, or leave it out")

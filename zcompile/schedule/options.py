@@ -1,4 +1,4 @@
-"""Options: as keywords that `zcompile.compile` and `zcompile.backend` take, by subject, and as one value."""
+"""Options: keywords of `zcompile.compile` and `zcompile.backend`, by subject, and all of them as one value."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PLACE = "each rank may have another disk"
 
 
 class PrecisionOptions(TypedDict, total=False):
-    """Dtypes, other than the `dtype` that is computed in."""
+    """Dtypes other than `dtype`, the compute dtype."""
 
     reduce_dtype: torch.dtype | None
     outer_dtype: torch.dtype | None
@@ -46,7 +46,7 @@ class PrecisionOptions(TypedDict, total=False):
 
 
 class MemoryOptions(TypedDict, total=False):
-    """What memory may be used, and where values are kept that do not fit."""
+    """How memory is used, and where values that do not fit are kept."""
 
     memory_limit: int | str | None
     bucket: int | str | None
@@ -56,7 +56,7 @@ class MemoryOptions(TypedDict, total=False):
 
 
 class InspectionOptions(TypedDict, total=False):
-    """The passes, and what is written of their programs and of runs."""
+    """The passes, and where their programs and recordings of runs are written."""
 
     passes: Pipeline | Mapping[str, Pass | None] | None
     dump: str | os.PathLike[str] | None
@@ -64,13 +64,13 @@ class InspectionOptions(TypedDict, total=False):
 
 
 class BackendOptions(PrecisionOptions, MemoryOptions, InspectionOptions, total=False):
-    """What `zcompile.backend` takes by name."""
+    """The keyword arguments of `zcompile.backend`."""
 
     shard: str | None
 
 
 class ModuleOptions(TypedDict, total=False):
-    """What needs the module itself, which a backend, that is given graphs, does not see."""
+    """Options that need the module itself: a backend receives only graphs."""
 
     units: UnitChoice | None
     whole: Sequence[str] | None
@@ -83,28 +83,28 @@ class ModuleOptions(TypedDict, total=False):
 
 
 class CompileOptions(BackendOptions, ModuleOptions, total=False):
-    """What `zcompile.compile` takes by name."""
+    """The keyword arguments of `zcompile.compile`."""
 
 
 def names_of(function: Callable[..., Any], kind: type) -> frozenset[str]:
-    """The options of a function: its keywords, and those of `kind` that it takes by name."""
+    """Return the options of a function: its keyword-only parameters, and the keys of the TypedDict `kind`."""
     parameters = inspect.signature(function).parameters.values()
-    return frozenset({one.name for one in parameters if one.kind is one.KEYWORD_ONLY} | kind.__annotations__.keys())
+    return frozenset({p.name for p in parameters if p.kind is p.KEYWORD_ONLY} | kind.__annotations__.keys())
 
 
 def check_known(options: Iterable[str], known: Collection[str], function: str) -> None:
-    """Raise OptionError for the name of an option that `function` does not have."""
+    """Raise OptionError for an option that `function` does not have."""
     if unknown := [name for name in options if name not in known]:
         raise OptionError(unknown[0], f"is no option of {function}", nearest(unknown[0], known))
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options that every way of compiling has.
+    """The options that all ways of compiling have in common.
 
     Raises:
-        OptionError: a stage, prefetch, dtype or backend that cannot be meant.
-        PipelineError: a pass that is unknown, missing or out of place.
+        OptionError: an option has an invalid value, or options contradict each other.
+        PipelineError: a pass is unknown, missing or out of place.
     """
 
     stage: int = 3
@@ -116,10 +116,10 @@ class Options:
     outer_gather_dtype: torch.dtype | None = None
     checkpoint: str | int | float | None = None
     passes: Pipeline | Mapping[str, Pass | None] | None = field(default=None, metadata={_OWN: True})
-    """Functions, which cannot be compared; what they make of a program is."""
+    """Functions cannot be compared between ranks; the programs that they make are."""
     backend: str = "inductor"
     dump: str | os.PathLike[str] | None = field(default=None, metadata={_OWN: True})
-    """By default the environment's ZCOMPILE_DUMP, if set; "": nowhere."""
+    """None for the environment variable ZCOMPILE_DUMP, if set; "" for no dump."""
     record: str | os.PathLike[str] | None = field(default=None, metadata={_OWN: True})
     memory_limit: int | str | None = None
     bucket: int | str | None = None
@@ -155,11 +155,11 @@ class Options:
 
     @classmethod
     def among(cls, given: Mapping[str, Any]) -> Options:
-        """The options among the arguments of a function."""
+        """Return the options among the arguments of a function."""
         return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
     def __str__(self) -> str:
-        """What every rank must have asked for: all that is not a rank's own, but for what is left at its default."""
+        """The options that all ranks must agree on, except those left at their default."""
         given = {field: getattr(self, field.name) for field in fields(self) if not field.metadata.get(_OWN)}
         return " ".join(
             f"{field.name} {value.partition(':')[0] if field.metadata.get(_PLACE) else value}"
@@ -173,17 +173,17 @@ class Options:
 
     @property
     def hybrid(self) -> Hybrid:
-        """What two axes of data divide."""
+        """How shards are laid out over two data-parallel axes."""
         return Hybrid(self.shard) if self.shard in list(Hybrid) else Hybrid.HSDP
 
     @property
     def has_one_axis(self) -> bool:
-        """True if all ranks are taken as if along one dimension."""
+        """True if all ranks are treated as one dimension."""
         return self.shard == FLAT or not STAGES[self.stage].optimizer_sharded
 
     @property
     def divides_outside(self) -> bool:
-        """True if both axes divide what ranks keep."""
+        """True if both axes divide shards."""
         return self.shard is not None and self.shard not in (Hybrid.HSDP, AUTO)
 
     @property
@@ -193,17 +193,17 @@ class Options:
 
     @property
     def has_budget(self) -> bool:
-        """True where what is saved depends on the memory."""
+        """True if what the forward saves depends on a memory budget."""
         return checkpoint_of(self.checkpoint) not in (None, "unit")
 
     @property
     def schedule(self) -> Schedule:
-        """What is used until a schedule has been chosen, and where nothing is to be chosen."""
+        """The schedule before, or without, a choice by the traced program."""
         return Schedule() if self.prefetch == "auto" else Schedule(self.prefetch)
 
     @property
     def chooses(self) -> bool:
-        """True where the schedule depends on what is traced."""
+        """True if the schedule depends on the traced program."""
         return self.prefetch == "auto" or self.limit is not None
 
     def pipeline(
@@ -214,10 +214,10 @@ class Options:
         free: int | None = None,
         updates: bool = False,
     ) -> Pipeline:
-        """The passes: those given, or the stage's with the changes that are given.
+        """Return the passes: the given pipeline, or the stage's default with the given changes.
 
-        Without `keeps`, no unit stays full from the forward to the backward. `free` bytes are what checkpoint="auto"
-        may use; without them it is left out. `updates`: for programs of a train step.
+        Without `keeps`, no unit stays full from the forward to the backward. `free`: bytes that checkpoint="auto" may
+        use; None leaves checkpointing out. `updates`: True for programs of a train step.
         """
         if isinstance(self.passes, Pipeline):
             self._check_whole_pipeline(self.passes)
@@ -238,13 +238,13 @@ class Options:
             updates=updates,
             **{name: getattr(self, name) for name in _OF_PASSES},
         )
-        # Changes to the passes of a train step mean nothing to a program that is none.
-        meant = {n: step for n, step in (self.passes or {}).items() if updates or n not in _UPDATING}
-        changed = default.changed(meant)
+        # Changes to passes of a train step do not apply to other programs.
+        changes = {n: step for n, step in (self.passes or {}).items() if updates or n not in _UPDATING}
+        changed = default.changed(changes)
         return changed if keeps else changed.without_any(Trait.KEEPS_FULL)
 
     def _check_whole_pipeline(self, passes: Pipeline) -> None:
-        """Raise OptionError for options that a pipeline given as a whole would ignore."""
+        """Raise OptionError for options that a complete pipeline would ignore."""
         if passes.stage != STAGES[self.stage]:
             problem = f"is {self.stage}, but passes is a pipeline of stage {passes.stage.number}"
             fix = f"give stage={passes.stage.number}, or changes to the pipeline by name"
@@ -259,7 +259,7 @@ class Options:
 
 
 def _check_changes(passes: object) -> None:
-    """Raise OptionError for what are no changes to a pipeline."""
+    """Raise OptionError unless `passes` is a mapping of changes to a pipeline, or None."""
     fix = "give a pipeline, or a dict of names to zcompile.Pass(name, function), or to None to leave one out"
     if passes is not None and not isinstance(passes, Mapping):
         raise OptionError("passes", f"is a {type(passes).__name__}", fix)

@@ -1,7 +1,7 @@
-"""The pipeline: passes with what they require and ensure, their order derived, a runner that checks and journals.
+"""Pipelines of passes: their order, derived from the facts they require and ensure, and the runner that checks these.
 
 A pass is a function Program -> Program. It declares facts: `requires` must hold before it, `ensures` after it and after
-every later pass. The order follows from them: a pass runs after all that ensure what it requires.
+every later pass. The order follows from them: a pass runs after all passes that ensure what it requires.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ from zcompile.proof.terms import Rule
 from zcompile.proof.values import RankValues, TracedValues
 
 ALWAYS = (WELL_FORMED, OWNED, PLACES_DISJOINT)
-"""Facts that hold of every program, checked after every pass; and its values are those that were traced."""
+"""Facts that hold for every program, checked after every pass, together with the fact about its values."""
 
 _OF_PARAMETERS = (PHASES_SPLIT, UNITS_ASSIGNED, REGIONS_OUTLINED, MESSAGES_PACKED, GATHERED_BEFORE_USE, RELEASED_ONCE)
-"""Facts that are nothing to what becomes of gradients."""
+"""Facts that do not depend on what happens to gradients."""
 
 
 class Trait(Flag):
-    """What a pass is, beside what it requires and ensures."""
+    """Properties of a pass other than the facts that it requires and ensures."""
 
     NONE = 0
     BEFORE_LAYOUT = auto()
-    """Stage and world are nothing to it: programs of different ones are the same behind it."""
+    """Independent of stage and world: its result is the same for all of them."""
     SCHEDULES = auto()
-    """Its result depends on how far ahead gathers start, and on what is kept full."""
+    """Its result depends on how far ahead gathers start, or on which units are kept full."""
     KEEPS_FULL = auto()
     """It keeps units full from the forward to the backward."""
     UPDATES = auto()
-    """It is for train steps alone."""
+    """It is only for train steps."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One rewriting: `run` with the facts it needs and the facts it leaves.
+    """A pass: the function `run`, with the facts that it requires and ensures.
 
-    It may not change what is computed but as its `rules` say, which hold from then on. One that takes the place of
-    another in a pipeline has the other's traits, too.
+    It may change computed values only as its `rules` allow, which hold from then on. A pass that replaces another one
+    in a pipeline inherits its traits.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Pass:
 
     @property
     def is_own(self) -> bool:
-        """True for a pass of zcompile's, which no user is to mend."""
+        """True for a pass of zcompile, which users cannot fix."""
         run: object = self.run
         while isinstance(run, functools.partial):
             run = run.func
@@ -96,28 +96,28 @@ class Pass:
 
 
 def _check_named(name: object, run: object) -> None:
-    """Raise PipelineError for what is no name and function."""
+    """Raise PipelineError unless given a name and a function."""
     if not isinstance(name, str) or not callable(run):
         fix = "give a name and a function from program to program: Pass('mine', mine)"
         raise PipelineError(f"pass {name!r}", f"has {run!r} to run", fix)
 
 
 def _check_tuple(name: str, what: str, given: object, kind: type[Fact] | type[Rule]) -> None:
-    """Raise PipelineError where `given` is no tuple of `kind`: one alone, above all."""
+    """Raise PipelineError unless `given` is a tuple of `kind`; a missing tuple is the most common mistake."""
     if isinstance(given, kind):
         problem = f"has one {kind.__name__.lower()} as {what}, which is a tuple of them"
         raise PipelineError(
             f"pass {name!r}", problem, f"write parentheses and a comma: {what}=({kind.__name__.upper()},)"
         )
-    if not isinstance(given, tuple) or not all(isinstance(one, kind) for one in given):
-        kinds = sorted({type(one).__name__ for one in given}) if isinstance(given, tuple) else [type(given).__name__]
+    if not isinstance(given, tuple) or not all(isinstance(item, kind) for item in given):
+        kinds = sorted({type(item).__name__ for item in given}) if isinstance(given, tuple) else [type(given).__name__]
         problem = f"has {', '.join(kinds)} as {what}"
         raise PipelineError(f"pass {name!r}", problem, f"give a tuple of zcompile.{kind.__name__}")
 
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """One line of the journal: a pass, the programs before and after it, and the seconds it and its checks took."""
+    """An entry of the journal: a pass, the programs before and after it, and the seconds of the pass and its checks."""
 
     step: Pass
     before: Program
@@ -132,7 +132,7 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A pass that failed: the program that it was given, and what it made of it, if it has made one."""
+    """A pass that failed, the program that it received, and the program that it returned, if any."""
 
     name: str
     before: Program
@@ -145,15 +145,15 @@ class Journal:
 
     entries: list[JournalEntry] = field(default_factory=list)
     failure: Failure | None = None
-    """Where it ended early."""
+    """The pass at which the pipeline stopped early."""
     is_own: bool = True
-    """True as long as passes of zcompile alone have begun."""
+    """True as long as only passes of zcompile have started."""
     part: RankValues | None = None
-    """Of the step of a pipeline's rank: what of the traced one it computes."""
+    """For the step of a pipeline rank, its part of the traced step."""
 
 
 def _applied(step: Pass, program: Program, fix: str) -> Program:
-    """What a pass makes of `program`, which it must leave as it is: the journal shows it, and others begin with it."""
+    """Run a pass on `program`, which it must not change: the journal shows it, and other passes start from it."""
     before = _state(program)
     try:
         after: object = step(program)
@@ -175,7 +175,7 @@ def _state(program: Program) -> list[tuple[Any, ...]]:
 
 
 class Values(Protocol):
-    """What a program has to compute."""
+    """The values that a program must compute."""
 
     @property
     def fact(self) -> Fact: ...
@@ -185,7 +185,7 @@ class Values(Protocol):
 
 @dataclass(frozen=True)
 class Verified:
-    """A program, what it has to compute, and the facts that were found to hold of it."""
+    """A program, the values that it must compute, and the facts that were verified for it."""
 
     program: Program
     values: Values
@@ -193,33 +193,33 @@ class Verified:
 
     @classmethod
     def traced(cls, program: Program) -> Verified:
-        """A step as it was traced: what it computes, all that passes make of it has to compute."""
+        """Return a traced step, whose values all programs made from it must compute."""
         return cls(program, TracedValues.of(program))
 
     @classmethod
     def passed(cls, traced: Program, pipeline: Pipeline, program: Program) -> Verified:
-        """`program` once more, which was found to be what `pipeline` makes of `traced`."""
+        """Return `program`, which was already verified to be the result of `pipeline` on `traced`."""
         rules = tuple(rule for step in pipeline.passes for rule in step.rules)
         ensured = (fact for step in pipeline.passes for fact in step.ensures)
         return cls(program, TracedValues.of(traced).modulo(rules), tuple(dict.fromkeys((*ALWAYS, *ensured))))
 
     def laid_out(self, layout: Layout) -> Verified:
-        """The same with another layout, before a pass has looked at the first."""
+        """Return the same with another layout, before any pass has used the old one."""
         assert isinstance(self.values, TracedValues), "a step of one micro-batch"
         return replace(self, program=replace(self.program, layout=layout), values=replace(self.values, layout=layout))
 
     def holding_back(self) -> Verified:
-        """The same where gradients are to be held back, with none of the facts of reductions."""
+        """Return the same for accumulating gradients, without the facts about reductions."""
         assert isinstance(self.values, TracedValues), "a step of one micro-batch"
         kept = tuple(fact for fact in self.facts if fact in (*ALWAYS, *_OF_PARAMETERS))
         return replace(self, values=replace(self.values, holds_back=True), facts=kept)
 
     def after(self, passes: Iterable[Pass], journal: Journal | None = None) -> Verified:
-        """What `passes` make of the program, its values and every fact checked after each of them.
+        """Run `passes`, checking values and all facts after each of them.
 
         Raises:
             ProgramError: a fact failed; the message names the pass and marks the line.
-            PipelineError: a pass raised something, returned no program, or changed the one that it was given.
+            PipelineError: a pass raised an error, did not return a program, or changed its input.
         """
         result, journal = self, Journal() if journal is None else journal
         for step in passes:
@@ -239,7 +239,7 @@ class Verified:
         return result
 
     def _checked(self, step: Pass, after: Program, journal: Journal) -> Verified:
-        """What is known of `after`, which `step` has made of this program.
+        """Verify `after`, the result of `step` on this program.
 
         Raises:
             ProgramError: a fact failed.
@@ -260,34 +260,34 @@ class Verified:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Passes in the order derived from their facts; a value, printed as a table.
+    """Passes in the order derived from their facts; immutable, prints as a table.
 
     Raises:
-        PipelineError: two passes of one name, a requirement that no pass ensures, or a circle.
+        PipelineError: two passes have the same name, no pass ensures a requirement, or requirements are cyclic.
     """
 
     stage: Stage
     passes: tuple[Pass, ...]
     goals: tuple[Fact, ...] = (VOLUME_RIGHT,)
-    """Facts that the finished program must have, whichever pass brings them about."""
+    """Facts that must hold for the finished program, whichever pass establishes them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "passes", _ordered(self.passes))
 
     def run(self, program: Program, journal: Journal | None = None) -> Program:
-        """Run all passes over `program`, checking facts after each.
+        """Run all passes on `program`, checking facts after each.
 
         Raises:
             ProgramError: a fact failed; the message names the pass and marks the line.
-            PipelineError: a pass raised something, returned no program, or changed the one that it was given.
+            PipelineError: a pass raised an error, did not return a program, or changed its input.
         """
         return self.verified(program, journal).program
 
     def verified(self, program: Program, journal: Journal | None = None) -> Verified:
-        """What `run` gives, with what is known of it.
+        """Run all passes as `run` does, and return the program with its verified facts.
 
         Raises:
-            ProgramError, PipelineError: as `run`.
+            ProgramError, PipelineError: as for `run`.
         """
         journal = Journal() if journal is None else journal
         finished = Verified.traced(program).after(self.passes, journal)
@@ -296,10 +296,10 @@ class Pipeline:
         return finished
 
     def check_goals(self, finished: Program, journal: Journal) -> None:
-        """Check what the finished program must have; `journal` has what made it.
+        """Check the goals of the finished program; `journal`: the passes that made it.
 
         Raises:
-            ProgramError: it has it not.
+            ProgramError: a goal does not hold.
         """
 
         def advice(fact: Fact, violation: Violation) -> str:
@@ -316,28 +316,28 @@ class Pipeline:
         return [step.name for step in self.passes]
 
     def __getitem__(self, name: str) -> Pass:
-        """The pass of that name.
+        """Return the pass called `name`.
 
         Raises:
-            PipelineError: there is none.
+            PipelineError: there is no such pass.
         """
         self._known(name)
         return next(step for step in self.passes if step.name == name)
 
     def until(self, trait: Trait) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
-        """The passes before the first that has `trait`, and the rest."""
+        """Return the passes before the first one with `trait`, and the rest."""
         first = next((index for index, step in enumerate(self.passes) if trait in step.traits), len(self.passes))
         return self.passes[:first], self.passes[first:]
 
     def without_any(self, trait: Trait) -> Pipeline:
-        """This pipeline with all passes left out that have `trait`."""
+        """Return this pipeline without the passes that have `trait`."""
         return replace(self, passes=tuple(step for step in self.passes if trait not in step.traits))
 
     def changed(self, changes: Mapping[str, Pass | None]) -> Pipeline:
-        """This pipeline with passes replaced or added (a Pass) and left out (None), by name.
+        """Return this pipeline with passes replaced or added (a Pass) or removed (None), by name.
 
         Raises:
-            PipelineError: there is no such pass to leave out, or another one needs what it ensures.
+            PipelineError: a pass to remove does not exist, or another pass requires what it ensures.
         """
         passes = {step.name: step for step in self.passes}
         for name, step in changes.items():
@@ -367,7 +367,7 @@ class Pipeline:
 
 
 def _ordered(passes: Iterable[Pass]) -> tuple[Pass, ...]:
-    """`passes` in an order that their facts allow, otherwise as given."""
+    """Return `passes` in an order that their facts allow, as close as possible to the given order."""
     passes = tuple(passes)
     by_name = {step.name: step for step in passes}
     if len(by_name) != len(passes):
@@ -394,11 +394,11 @@ def _ordered(passes: Iterable[Pass]) -> tuple[Pass, ...]:
     return tuple(by_name[name] for name in order)
 
 
-# -- which pass to fix where a fact does not hold ----------------------------------------------------------------------
+# -- advice on which pass to fix --------------------------------------------------------------------------------------
 
 
 def _fix_of_zcompile(node: fx.Node | None) -> str:
-    """What to do where nothing but zcompile's own passes have run, and the line of `node` is wrong."""
+    """Return advice for an error in the line of `node` after only zcompile's own passes have run."""
     module = "" if node is None else data(node).source
     where = f"of {module}" if module else "of the module whose code this is"
     return (
@@ -408,10 +408,10 @@ def _fix_of_zcompile(node: fx.Node | None) -> str:
 
 
 def _fix_of_pass(name: str, before: Program, fact: Fact, violation: Violation, earlier: Sequence[JournalEntry]) -> str:
-    """What to fix where `fact` does not hold after the pass called `name`, which was given `before`.
+    """Return advice if `fact` does not hold after the pass called `name`, which received `before`.
 
-    If it held before, the pass has broken it. If it did not, the pass should ensure it, and may have been given what it
-    cannot make good: by the pass after which it no longer held, or by the one that last wrote or moved the line.
+    If it held before, the pass broke it. If it did not, the pass should ensure it, but may have received a program that
+    it cannot repair: from the pass after which the fact no longer held, or the last one to write or move the line.
     """
     if first_violation(fact, before) is None:
         return f"fix the pass {name}: this held before it ran, and does not hold after it"
@@ -422,7 +422,7 @@ def _fix_of_pass(name: str, before: Program, fact: Fact, violation: Violation, e
 
 
 def _fix_of_goal(fact: Fact, violation: Violation, changes: Sequence[JournalEntry]) -> str:
-    """What to fix where `fact` does not hold at the end: the pass after which it no longer did."""
+    """Return advice if `fact` does not hold at the end: fix the pass after which it no longer did."""
     if (breaker := _breaker(fact, changes)) is not None:
         return f"fix the pass {breaker}: this held before it ran, and does not hold after it"
     writer = _writer(violation.node, changes)
@@ -430,17 +430,17 @@ def _fix_of_goal(fact: Fact, violation: Violation, changes: Sequence[JournalEntr
 
 
 def _breaker(fact: Fact, changes: Sequence[JournalEntry]) -> str | None:
-    """The pass before which `fact` held for the last time."""
-    return next((one.name for one in reversed(changes) if first_violation(fact, one.before) is None), None)
+    """Return the last pass before which `fact` held."""
+    return next((entry.name for entry in reversed(changes) if first_violation(fact, entry.before) is None), None)
 
 
 def _writer(node: fx.Node | None, changes: Sequence[JournalEntry]) -> str | None:
-    """The pass that last wrote or moved the line of `node`."""
-    return None if node is None else next((one.name for one in reversed(changes) if _touches(one, node.name)), None)
+    """Return the last pass that wrote or moved the line of `node`."""
+    return None if node is None else next((e.name for e in reversed(changes) if _touches(e, node.name)), None)
 
 
 def _touches(change: JournalEntry, node: str) -> bool:
-    """True if a pass has put in a line, changed it, or moved it over another one that it found."""
+    """Return True if a pass inserted a line, changed it, or moved it across a line that was there before."""
     before, after = _line_texts(change.before), _line_texts(change.after)
     if node not in after:
         return False
@@ -451,7 +451,7 @@ def _touches(change: JournalEntry, node: str) -> bool:
 
 
 def _line_texts(program: Program) -> dict[str, object]:
-    """What each line says, by the name of its node, in their order."""
+    """Return the content of each line, in order, by the name of its node."""
     return {node.name: (str(node.args), str(node.kwargs), data(node).op) for node in program.graph.nodes}
 
 

@@ -1,8 +1,7 @@
-"""The choice of shard="auto": what the two dimensions of a mesh divide, by the memory at hand and the measured links.
+"""Chooses for shard="auto" how to shard over the two dimensions of a mesh, by available memory and measured links.
 
-Nothing is traced by then, so nothing is known of compute and activations. What is counted is a step's communication, as
-if none of it were hidden, and the optimizer's work on the shards; and the bytes of the model state, with what a step
-adds to them that does not depend on the batch.
+Nothing is traced yet, so compute and activations are unknown. The time of a step counts its communication, as if none
+were hidden, and the optimizer; its memory counts model state, and what a step adds to it regardless of the batch.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from zcompile.ir.ops import AllGather, GatherOutside, Reduce, ReduceOutside
 from zcompile.ir.tensor_type import human_bytes
 
 STATE_SHARE = 0.5
-"""Share of the memory at hand that model state may take; the rest is for activations, which are not known yet."""
+"""Share of available memory that model state may take; the rest is for activations, which are not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one way to divide takes on a rank."""
+    """Estimated time and memory of a rank for one value of `shard=`."""
 
     shard: str
     seconds: float
-    """Of a step's communication, and of the optimizer."""
+    """Seconds of a step's communication and of the optimizer."""
     nbytes: int
-    """Of the model state, and of the parameters that a step gathers at a time."""
+    """Bytes of model state, and of the parameters that are gathered at the same time."""
 
     def __str__(self) -> str:
         return f"{self.shard} {self.seconds:.3g} s, {human_bytes(self.nbytes)}"
@@ -39,7 +38,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class ShardChoice:
-    """The estimate that was chosen, and the others; `room`: bytes that they may take."""
+    """The chosen estimate and all estimates; `room`: the bytes that are available."""
 
     chosen: Estimate
     estimates: Sequence[Estimate]
@@ -52,7 +51,7 @@ class ShardChoice:
 
 
 def estimate(shard: str, layout: Layout, hardware: Hardware) -> Estimate:
-    """What a step takes of a model that is laid out so."""
+    """Return the estimate for a model with this layout."""
     sent = sum(
         times * hardware.collective_seconds(traffic.payload, traffic.axis, traffic.messages)
         for unit in layout.units
@@ -67,7 +66,7 @@ def estimate(shard: str, layout: Layout, hardware: Hardware) -> Estimate:
 
 
 def traffic_of(unit: Unit, layout: Layout) -> Iterator[tuple[Traffic, int]]:
-    """What the lines of a unit send in a step of one micro-batch, and how often; no unit stays full over the turn."""
+    """Yield what the lines of a unit send in a step, and how often, if no unit stays full over the turn."""
     params = tuple(param.name for param in unit.params if param.trainable)
     if unit.is_sharded:
         gather = AllGather(unit.name, dtype=unit.compute_dtype)
@@ -83,30 +82,28 @@ def traffic_of(unit: Unit, layout: Layout) -> Iterator[tuple[Traffic, int]]:
 
 
 _NO_NODE: Any = None
-"""What a line sends does not depend on its place in a program."""
+"""In place of a node: what a line sends does not depend on its position in a program."""
 
 
-def choose(told: Sequence[Mapping[str, Any]]) -> ShardChoice:
-    """The fastest that fits on every rank, of equals the smallest; where none fits, the smallest.
+def choose(messages: Sequence[Mapping[str, Any]]) -> ShardChoice:
+    """Return the fastest choice that fits on every rank, the smallest if tied; if none fits, the smallest.
 
     Args:
-        told: By rank, what `as_message` gives.
+        messages: The results of `as_message` of all ranks.
     """
-    rows = zip(*(rank["estimates"] for rank in told), strict=True)
-    found = [
-        Estimate(row[0]["shard"], max(one["seconds"] for one in row), max(one["nbytes"] for one in row)) for row in rows
-    ]
-    room = min(rank["room"] for rank in told)
-    fitting = [one for one in found if one.nbytes <= room]
-    fastest = min(fitting, key=lambda one: (one.seconds, one.nbytes), default=None)
-    return ShardChoice(fastest or min(found, key=lambda one: one.nbytes), found, room)
+    rows = zip(*(rank["estimates"] for rank in messages), strict=True)
+    worst = [Estimate(row[0]["shard"], max(e["seconds"] for e in row), max(e["nbytes"] for e in row)) for row in rows]
+    room = min(rank["room"] for rank in messages)
+    fitting = [estimate for estimate in worst if estimate.nbytes <= room]
+    fastest = min(fitting, key=lambda estimate: (estimate.seconds, estimate.nbytes), default=None)
+    return ShardChoice(fastest or min(worst, key=lambda estimate: estimate.nbytes), worst, room)
 
 
 def as_message(estimates: Sequence[Estimate], room: int) -> dict[str, Any]:
-    """What a rank tells the others."""
-    return {"estimates": [asdict(one) for one in estimates], "room": room}
+    """Return what a rank sends to the others, JSON-serializable."""
+    return {"estimates": [asdict(estimate) for estimate in estimates], "room": room}
 
 
 def room_in(free: float, limit: int | None) -> int:
-    """Bytes that model state may take of the `free` ones, beside the memory limit of a step if there is one."""
+    """Return the bytes of `free` that model state may take; with a memory limit for the step, what that leaves."""
     return max(int(free * STATE_SHARE if limit is None else free - limit), 0)
