@@ -1,7 +1,7 @@
-"""Facts: named properties of a program, each a generator of violations. The verifier is the loop over them.
+"""Facts: named properties of a program, each with a generator of violations, and the verifier that checks them.
 
-A fact is what passes require and ensure, and it is checked after every pass. Facts are about structure and memory: what
-is gathered, reduced and released, and where. That a program computes what was traced is proven in `zcompile.proof`.
+Passes require and ensure facts, which are checked after every pass. Facts are about structure and memory: what is
+gathered, reduced and released, and where. That a program computes the traced step is proven in `zcompile.proof`.
 """
 
 from zcompile.facts.fact import Fact, Violation, in_training, verify

@@ -1,4 +1,4 @@
-"""What a fact is, and the verifier: the loop over facts."""
+"""The classes of facts and violations, and the verifier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zcompile.ir.program import Program
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Where a fact fails (None: nowhere in particular), and how."""
+    """The node at which a fact fails (None if at no particular node), and how."""
 
     node: fx.Node | None
     message: str
@@ -25,7 +25,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class Fact:
-    """A property of programs. Two facts are one if their names are."""
+    """A property of programs. Facts with the same name are equal."""
 
     name: str
     violations: Callable[[Program], Iterator[Violation]] = field(compare=False, repr=False)
@@ -44,16 +44,16 @@ def verify(
     where: str,
     advice: Callable[[Fact, Violation], str] = _usual_advice,
 ) -> None:
-    """Check all `facts`.
+    """Check that all `facts` hold for `program`.
 
     Args:
-        program: The program that they must hold of.
-        facts: These.
-        where: What has made the program, for the message.
-        advice: Gives what to do about a violation.
+        program: The program to check.
+        facts: The facts that must hold.
+        where: What made the program, for the message, such as "after insert_gathers".
+        advice: Returns how to fix a violation.
 
     Raises:
-        ProgramError: naming the fact, what is wrong, and the line with a mark in the printed program.
+        ProgramError: a fact fails; names the fact and the problem, and marks the line in the printed program.
     """
     for fact in facts:
         if (violation := first_violation(fact, program)) is not None:
@@ -62,7 +62,7 @@ def verify(
 
 
 def first_violation(fact: Fact, program: Program) -> Violation | None:
-    """The first violation of `fact`; a program that the check cannot even be made of is one, too."""
+    """Return the first violation of `fact`, or None; a program on which the check raises is a violation, too."""
     try:
         return next(fact.violations(program), None)
     except Exception as error:
@@ -70,15 +70,15 @@ def first_violation(fact: Fact, program: Program) -> Violation | None:
 
 
 def _marked(program: Program, node: fx.Node | None) -> str:
-    """The printed lines around `node`, its own with an arrow; nothing for no node."""
+    """Return the printed lines around `node`, with an arrow at its own; "" for None."""
     if node is None:
         return ""
     try:
         lines = lines_with_nodes(program)
-    except Exception as error:  # what is wrong may be what keeps it from being printed
+    except Exception as error:  # the violation itself may make the program unprintable
         return f"    (it cannot be printed: {type(error).__name__}: {error})"
     at = [index for index, (_, name) in enumerate(lines) if name == node.name]
-    if not at:  # one of several results, on the line of its call; an argument; or what only a result names
+    if not at:  # an item, on the line of its call; an argument; or a node that only the return line names
         named = re.compile(rf"\b{re.escape(node.name)}\b")
         at = [index for index, (text, _) in enumerate(lines) if named.search(text.partition("#")[0])][:1]
     shown = range(max(0, at[0] - 3), min(len(lines), at[-1] + 4)) if at else ()
@@ -86,13 +86,13 @@ def _marked(program: Program, node: fx.Node | None) -> str:
 
 
 def label(node: fx.Node) -> str:
-    """What a message calls a node: a call by its region and units, anything else by its name."""
+    """Return the name of a node in messages: region and units for a call, else the node's name."""
     op = data(node).op
     return f"{op.region} of {data(node).source}" if isinstance(op, Call) else node.name
 
 
 def in_training(fact: Fact) -> Fact:
-    """`fact` of programs with a backward: without one nothing is saved that could be computed again."""
+    """Return `fact` for programs with a backward only: without one, no values are saved that could be recomputed."""
 
     def violations(program: Program) -> Iterator[Violation]:
         if program.has_backward:

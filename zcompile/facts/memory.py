@@ -1,4 +1,4 @@
-"""Facts of memory: what is held at once, where it is, what is away, and until when it holds what it did."""
+"""Facts about memory: how much is held at once, where it is, and how long its content is valid."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def _places_disjoint(program: Program) -> Iterator[Violation]:
         if not isinstance(op, (AllGather, Reduce)) or op.at is None:
             continue
         start, stop = op.at
-        mine, wanted = lifetime(node, position), place_bytes(program, node)
+        interval, wanted = lifetime(node, position), place_bytes(program, node)
         if stop - start < wanted or start < 0 or stop > size or start % ALIGNMENT:
             problem = f"{node.name} has the bytes [{start}, {stop}) of an arena of {size}"
             yield Violation(node, f"{problem}; it needs {wanted}, at a multiple of {ALIGNMENT}")
-        alive = [before for before in alive if before[-1].end >= mine.start]
+        alive = [before for before in alive if before[-1].end >= interval.start]
         for other, (begin, end), _ in alive:
             if begin < stop and start < end:
                 yield Violation(node, f"{node.name} has bytes of the arena that {other.name} still needs")
-        alive.append((node, op.at, mine))
+        alive.append((node, op.at, interval))
 
 
 def _results_owned(program: Program) -> Iterator[Violation]:
@@ -86,9 +86,9 @@ def _owned(program: Program) -> Iterator[Violation]:
 
 
 def _taken(node: fx.Node, memory: dict[fx.Node, Memory], gone: dict[Memory, str]) -> Iterator[Violation]:
-    """A reduction works in the memory of its gradients, and what is held back is kept: nobody else may have it."""
-    given, *others = ([one for one in _listed(argument) if isinstance(one, fx.Node)] for argument in node.args[1:])
-    added = [gradient for some in others for gradient in some]
+    """Check that no other value uses the gradients of a line, which overwrites or keeps their memory."""
+    given, *others = ([grad for grad in _listed(argument) if isinstance(grad, fx.Node)] for argument in node.args[1:])
+    added = [gradient for gradients in others for gradient in gradients]
     for gradient in given:
         maker = memory[gradient].line
         if isinstance(data(maker).op, Placeholder) or data(maker).phase is Phase.FORWARD:
@@ -96,11 +96,11 @@ def _taken(node: fx.Node, memory: dict[fx.Node, Memory], gone: dict[Memory, str]
         if sum(memory[other] == memory[gradient] for other in (*given, *added)) > 1:
             yield Violation(node, f"{node.name} is given the memory of {gradient.name} twice; want a copy")
     gone |= {memory[gradient]: f"{node.name} works in it" for gradient in given}
-    gone |= {memory[one]: f"{node.name} lets it go" for one in added if data(memory[one].line).phase is Phase.STEP}
+    gone |= {memory[grad]: f"{node.name} lets it go" for grad in added if data(memory[grad].line).phase is Phase.STEP}
 
 
 def _listed(argument: Any) -> Sequence[Any]:
-    """The gradients in a list; their sum, which is one value, in a list of its own."""
+    """Return the gradients in a list argument; for a sum, which is a single value, a list of it."""
     return argument if isinstance(argument, (list, tuple)) else [argument]
 
 
@@ -110,7 +110,7 @@ OWNED = Fact("memory used only while it holds what it did", _owned)
 
 
 def memory_bounded(limit: int) -> Fact:
-    """A step holds at most `limit` bytes beside shards and optimizer state, as `zcompile.cost.memory` counts them."""
+    """A step holds at most `limit` bytes, as `zcompile.cost.memory` counts them, without shards and optimizer state."""
     return Fact(f"at most {human_bytes(limit)} held", partial(_memory_bounded, limit))
 
 
@@ -121,7 +121,7 @@ def _memory_bounded(limit: int, program: Program) -> Iterator[Violation]:
 
 
 def buffers_bounded(bucket: int) -> Fact:
-    """What reductions copy to send it is copied at most `bucket` bytes at a time."""
+    """Reductions copy gradients to send them in pieces of at most `bucket` bytes."""
     return Fact(f"buffers of at most {human_bytes(bucket)}", partial(_buffers_bounded, bucket))
 
 
@@ -135,7 +135,7 @@ def _buffers_bounded(bucket: int, program: Program) -> Iterator[Violation]:
 
 
 def units_bounded(prefetch: int) -> Fact:
-    """At most `prefetch` units are full beside those that a region reads while it runs; one more if it reads none."""
+    """While a region runs, at most `prefetch` units are full that it does not read; one more if it reads none."""
     return Fact(f"at most {prefetch} + 1 units full at once", partial(_units_bounded, prefetch))
 
 

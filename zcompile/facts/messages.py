@@ -1,4 +1,4 @@
-"""Facts of what is communicated: gathers, reductions, updates, and what they send."""
+"""Facts about communication: gathers, reductions, updates, and their messages."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _messages_packed(program: Program) -> Iterator[Violation]:
 def _message_violations(unit: Unit, message: tuple[int, ...]) -> Iterator[Violation]:
     params = [unit.params[index] for index in message]
     dtypes = ((p.dtype, p.compute_dtype, p.reduction_dtype, p.outer_gather_dtype) for p in params)
-    kinds = {(*some, bool(p.shards), p.owner) for some, p in zip(dtypes, params, strict=True)}
+    kinds = {(*own, bool(p.shards), p.owner) for own, p in zip(dtypes, params, strict=True)}
     if len(kinds) > 1:
         names = [param.name for param in params]
         yield Violation(None, f"a message of {unit.name} mixes dtypes, owners, or whole and sharded: {names}")
@@ -144,7 +144,7 @@ def _message_violations(unit: Unit, message: tuple[int, ...]) -> Iterator[Violat
 
 
 def _volume_right(program: Program) -> Iterator[Violation]:
-    """A gather once a phase at most and a reduction once: 2Ψ, or 3Ψ under stage 3; outside a gather once a step."""
+    """At most one gather per phase and separate use, for 2Ψ, or 3Ψ under stage 3; along the outer axis one per step."""
     if not (stage := program.layout.stage).optimizer_sharded:
         return
     outside = Counter(op_of(node, GatherOutside).unit for node in program.nodes(GatherOutside))
@@ -160,7 +160,7 @@ def _volume_right(program: Program) -> Iterator[Violation]:
 
 
 def _separate_uses(program: Program, unit: str, phase: Phase | None) -> int:
-    """How often in `phase` regions that read `unit` begin after ones that do not."""
+    """Return the number of runs of consecutive calls in `phase` that read `unit`."""
     reads = [unit in op_of(node, Call).units for node in program.nodes(Call, phase=phase)]
     return sum(now and not before for before, now in zip([False, *reads], reads, strict=False))
 

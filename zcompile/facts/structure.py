@@ -1,4 +1,4 @@
-"""Facts of how a program is built: values, phases, units, regions."""
+"""Facts about the structure of a program: values, phases, units, regions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _well_formed(program: Program) -> Iterator[Violation]:
 
 
 def _named(program: Program) -> Iterator[Violation]:
-    """The text that runs says values and regions by their names: each has one of its own, and no other meaning."""
+    """Names of values and regions must be unique and not reserved, as the text that runs refers to them by name."""
     taken: set[str] = set()
     for node in (node for node in program.graph.nodes if data(node).op.gives):
         name = node.name
@@ -83,14 +83,14 @@ def _named(program: Program) -> Iterator[Violation]:
 
 
 def _calls_only_operations(region: Region) -> Iterator[Violation]:
-    """The text of a region has its calls of operations alone."""
+    """Regions may only call operations: their text has no other nodes."""
     for node in region.graph.nodes:
         if node.op not in ("placeholder", "get_attr", "call_function", "output"):
             yield Violation(None, f"{region.name} has {node.name}, a {node.op}, which its text has not")
 
 
 def _arguments_valid(program: Program, node: fx.Node) -> Iterator[Violation]:
-    """A line has the arguments of its kind, and names units, parameters and regions that are there."""
+    """Lines must have valid arguments, and name units, parameters and regions that exist."""
     op, given = data(node).op, given_to(node)
     if op.takes is not None and not (takes(type(op), given) and all(map(_lists_gradients, given))):
         yield Violation(node, f"{node.name} is given {list(node.args)}, which a {type(op).__name__} does not take")
@@ -110,7 +110,7 @@ def _arguments_valid(program: Program, node: fx.Node) -> Iterator[Violation]:
 
 
 def _mistaken_outside(program: Program, node: fx.Node, op: ReduceOutside) -> Iterator[Violation]:
-    """What is averaged outside has been inside, of the same parameters; the axis is the outer one."""
+    """Averages along the outer axis must be of inner averages of the same parameters."""
     shards, averages, group = given_to(node)
     if shards != Shards(op.unit):
         yield Violation(node, f"{node.name} names the unit {op.unit}, and is given the shards of {shards.unit}")
@@ -131,12 +131,12 @@ def _mistaken_axis(program: Program, node: fx.Node, axis: str) -> Iterator[Viola
 
 
 def _mistaken_gather(program: Program, node: fx.Node, op: AllGather | GatherOutside) -> Iterator[Violation]:
-    """Primary shards are gathered outside, and inside what that gives."""
-    layout, (_, *beside) = program.layout, given_to(node)
+    """Primary shards must be gathered along the outer axis, and the resulting secondary shards along the inner one."""
+    layout, (_, *others) = program.layout, given_to(node)
     if isinstance(op, GatherOutside):
         yield from _mistaken_axis(program, node, op.axis)
-        if beside != [Group(op.axis)]:
-            yield Violation(node, f"{node.name} gathers over {op.axis}, and is given {beside}")
+        if others != [Group(op.axis)]:
+            yield Violation(node, f"{node.name} gathers over {op.axis}, and is given {others}")
         if op.keep is not layout.keeps_secondary:
             problem = "keeps" if op.keep else "does not keep"
             yield Violation(node, f"{node.name} {problem} secondary shards of {op.unit} beyond the step")
@@ -144,15 +144,15 @@ def _mistaken_gather(program: Program, node: fx.Node, op: AllGather | GatherOuts
             yield Violation(node, f"{node.name} sends shards of {op.unit} as {op.wire}; want {wire}")
     elif isinstance(op, AllGather):
         if (wanted := layout.has_secondary and layout.unit(op.unit).is_sharded) is not isinstance(op, GatherInside):
-            what = "secondary shards" if wanted else "shards, of which there are no secondary ones"
-            yield Violation(node, f"{node.name} gathers {op.unit} from what are not its {what}")
-        elif beside and beside != [WaitSecondary(op.unit)]:
-            yield Violation(node, f"{node.name} gathers {op.unit}, and is given secondary shards of {beside[0].unit}")
+            source = "secondary shards" if wanted else "shards, of which there are no secondary ones"
+            yield Violation(node, f"{node.name} gathers {op.unit} from what are not its {source}")
+        elif others and others != [WaitSecondary(op.unit)]:
+            yield Violation(node, f"{node.name} gathers {op.unit}, and is given secondary shards of {others[0].unit}")
 
 
 def _lists_gradients(given: Any) -> bool:
-    """True of what is no list, and of one of values and None."""
-    return isinstance(given, (Operation, str)) or all(one is None or isinstance(one, fx.Node) for one in given)
+    """Return True for a list of values and None, and for an argument that is not a list."""
+    return isinstance(given, (Operation, str)) or all(item is None or isinstance(item, fx.Node) for item in given)
 
 
 def _mistaken_gradients(
@@ -163,12 +163,12 @@ def _mistaken_gradients(
     params = [param.name for param in program.layout.unit(op.unit).params]
     if unknown := set(op.params).difference(params):
         yield Violation(node, f"{node.name} names {min(unknown)!r}, which {op.unit} does not have")
-    for place, given in enumerate(given_to(node)[1:]):
+    for index, given in enumerate(given_to(node)[1:]):
         if isinstance(given, (list, tuple)) and len(given) != len(params):
             yield Violation(node, f"{node.name} is given {len(given)} gradients; {op.unit} has {len(params)}")
         if not isinstance(op, (Sum, SumAverages, Reduce)) or not isinstance(given, (Sum, SumAverages, WaitReduce)):
             continue
-        lacks = place > 0 and {*given.params} < {*op.params}  # some may be added to all
+        lacks = index > 0 and {*given.params} < {*op.params}  # what is added may lack some parameters
         if given.unit != op.unit or (given.params != op.params and not lacks):
             problem = f"is of {op.params} of {op.unit}, and is given gradients of {given.params} of {given.unit}"
             yield Violation(node, f"{node.name} {problem}")
@@ -178,7 +178,7 @@ def _mistaken_gradients(
 
 
 def _mistaken_call(program: Program, node: fx.Node, op: Call) -> Iterator[Violation]:
-    """Arguments by number: their kinds are looked at where regions are."""
+    """Calls must have as many arguments as their region takes; `_mistaken_arguments` checks types."""
     region, given = program.regions.get(op.region), node.args[1:]
     if region is None or not node.args or not all(isinstance(arg, fx.Node) for arg in given):
         yield Violation(node, f"{node.name} calls {op.region}, which is not there or takes other arguments")
@@ -197,7 +197,7 @@ def _mistaken_call(program: Program, node: fx.Node, op: Call) -> Iterator[Violat
 
 
 def _mistaken_item(program: Program, node: fx.Node, op: Item) -> Iterator[Violation]:
-    """A result of a call stands right behind it, and is one that its region gives."""
+    """An item must come right after its call, and be a result that the region has."""
     sources = node.all_input_nodes
     found = data(sources[0]).op if len(sources) == 1 else None
     if not isinstance(found, Call) or found.region not in program.regions:
@@ -212,7 +212,7 @@ def _mistaken_item(program: Program, node: fx.Node, op: Item) -> Iterator[Violat
 
 
 def _text_matches_data(node: fx.Node) -> Iterator[Violation]:
-    """The text that runs comes from a node's target and arguments; facts and digest read its data."""
+    """A node's target and arguments, which the text is printed from, must match its data, which facts read."""
     op = data(node).op
     right = not op.functions or (node.target is FUNCTIONS[op.function] and _written(node) == keywords_of(op))
     if not right or (isinstance(op, Call) and node.args[0] != op.region):
@@ -220,7 +220,7 @@ def _text_matches_data(node: fx.Node) -> Iterator[Violation]:
 
 
 def _written(node: fx.Node) -> dict[str, Any]:
-    """What a line's text gives by name, of the arena only the bytes."""
+    """Return the keyword arguments in a line's text; for the arena, only the byte range."""
     match node.kwargs.get("at"):
         case (fx.Node() as arena, start, stop) if isinstance(data(arena).op, Arena):
             return {**node.kwargs, "at": (start, stop)}
@@ -272,7 +272,7 @@ def _regions_outlined(program: Program) -> Iterator[Violation]:
 
 
 def _mistaken_arguments(program: Program, node: fx.Node, op: Call) -> Iterator[Violation]:
-    """What a region is given whose shape or dtype is not the one it was traced with."""
+    """Arguments of a region must have the shape and dtype with which it was traced."""
     region = program.regions[op.region]
     for inner, (argument, item) in zip(region.graph.find_nodes(op="placeholder"), region.takes, strict=True):
         wanted, given = data(inner).type, node.args[1 + argument]
