@@ -26,7 +26,10 @@ LARGE_BYTES = 1024 * 1024
 
 
 def defer_weights(program: Program, *, large: int = LARGE_BYTES) -> Program:
-    """Move what the last unit does not need behind it if the last unit has at least `large` bytes of gradients."""
+    """Move operations of the second-to-last unit that the last unit does not need to the end of the backward.
+
+    `large`: the least bytes of the last unit's gradients for which this is done.
+    """
     program = program.copy()
     before, last = _last_two(program)
     if program.layout.world == 1 or _gradient_bytes(program, last) < large:

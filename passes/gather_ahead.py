@@ -8,7 +8,7 @@
 The units are those that the forward gathers before its first region, where no compute could hide the gathers. They are
 full from then until the next forward, which takes over the gathers already started. A gather is not started ahead if
 that would raise the peak memory of parameters and their gradients. Activations are not counted: ranks may have batches
-of unequal sizes, and must make the same choice. Nor is a kept full copy of a unit that is never updated.
+of unequal sizes, and must make the same choice. A kept full copy of a unit that is never updated needs no gather ahead.
 """
 
 from __future__ import annotations

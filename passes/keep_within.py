@@ -26,7 +26,7 @@ def keep_within(program: Program, *, memory_limit: int, units: Sequence[str] | N
     checked: ranks whose batches differ in size must keep the same units.
 
     Raises:
-        OptionError: the program exceeds the limit with no unit kept.
+        OptionError: the program exceeds the limit already.
     """
     if units is None:
         check_fits(peak_bytes(program), memory_limit)

@@ -38,7 +38,7 @@ _PARTITIONS: dict[str, Callable[..., tuple[fx.GraphModule, fx.GraphModule]]] = {
 
 
 def split_phases(program: Program, *, partition: Literal["min_cut", "default"] = "min_cut") -> Program:
-    """Split the step at the turn with one of torch's partitioners, then derive parameter views anew in the backward."""
+    """Split the step at the turn with a partitioner of torch, then derive parameter views again in the backward."""
     program = _undetached(program)
     program = _partitioned(program, partition) if program.has_backward else program
     _reread_parameters(program)

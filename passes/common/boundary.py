@@ -175,7 +175,7 @@ def crossings(ends: Sequence[End]) -> list[Crossing]:
 
 @dataclass
 class StepInputs:
-    """The inputs of a rank's step: the graph, which begins with them, and its placeholders by what they stand for."""
+    """The inputs of a rank's step: the graph, which begins with them, and its placeholders by key."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     group: fx.Node | None = None

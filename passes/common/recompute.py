@@ -86,7 +86,7 @@ class SavedValueAnalysis:
 
     @cached_property
     def needs(self) -> dict[int, list[fx.Node]]:
-        """For each run of the backward, the values of the forward that it reads; for views, the values behind them."""
+        """For each run of the backward, the values of the forward that it reads; for views, their sources."""
         result = {}
         for run in self.backward:
             read = dict.fromkeys(v for node in run.nodes for v in node.all_input_nodes if self.crosses(v))
@@ -95,7 +95,7 @@ class SavedValueAnalysis:
 
     @cached_property
     def returned(self) -> set[fx.Node]:
-        """The values that the caller holds anyway, as results or as the memory behind results."""
+        """The values that the caller holds anyway, as results or as the base of results that are views."""
         return {self.owner(value) for value in self.program.results.outputs if isinstance(value, fx.Node)}
 
     def crosses(self, value: fx.Node) -> bool:

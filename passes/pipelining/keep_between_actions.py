@@ -31,7 +31,7 @@ def keep_between_actions(program: Program, *, memory_limit: int) -> Program:
     """Return a step that keeps units full within `memory_limit` bytes, as `zcompile.cost.memory` counts them.
 
     Raises:
-        OptionError: the step exceeds the limit with no unit kept.
+        OptionError: the step exceeds the limit already.
     """
     check_fits(peak_bytes(program), memory_limit)
     program = program.copy()

@@ -61,7 +61,7 @@ class Event:
     """Seconds that no event within this one covers."""
     is_line: bool = False
     node: str = ""
-    """The node of the program, if the span is a line, a send or a wait."""
+    """The node of the program that the span belongs to, if known."""
 
     @property
     def seconds(self) -> float:

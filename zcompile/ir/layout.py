@@ -471,7 +471,7 @@ class Layout:
     def over(self, world: int, replicas: int = 1) -> Layout:
         """Return this layout over `world` data-parallel ranks, of which `replicas` groups have the same shards.
 
-        Owners are chosen anew, which may reorder a unit's parameters: only for programs that no pass has changed yet.
+        Owners are chosen again, which may reorder a unit's parameters: only for programs that no pass has changed yet.
         """
         parts = 1 if self.tensor is None else self.tensor.size
         sizes = {axis.kind: axis for axis in axes_of(world, parts, replicas=replicas)}

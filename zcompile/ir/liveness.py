@@ -89,9 +89,9 @@ def may_show(program: ProgramGraph, view: object, value: fx.Node) -> bool:
 
 
 def memory_of_result(region: Region, index: int) -> tuple[bool, int]:
-    """Return whether a result shares memory with an argument or an earlier result, and its bytes if it is a view.
+    """Return whether a result shares memory with an argument or an earlier result, and the bytes that it keeps alive.
 
-    The bytes are those of the larger memory that it keeps alive, else 0.
+    The bytes are 0 if it shares memory, or keeps only its own elements alive.
     """
     value, owner = region.outputs[index], owner_of(region.outputs[index])
     view = isinstance(data(owner).op, Input) or any(owner_of(earlier) is owner for earlier in region.outputs[:index])

@@ -76,7 +76,7 @@ class Input(Placeholder):
     mutated: bool = False
     """True if the forward overwrites it."""
     held: str = ""
-    """A buffer's name, or `?`, if it is not an argument of the call, so that ranks cannot be assumed to agree on it."""
+    """Empty for an argument of the call that ranks are assumed to have alike; else a buffer's name, or `?`."""
     result: int | None = None
     """For a tangent, the number of the forward's result that it is the gradient of, if known."""
     leaf: int | None = None

@@ -189,7 +189,7 @@ def _function(name: str, arguments: list[TextLine], body: list[TextLine]) -> Fun
         type_,
         max((len(line.delta) for line in lines), default=0),
     )
-    indented = (max(widths[0] - 4, 0), *widths[1:])  # arguments stand four columns further in than the body
+    indented = (max(widths[0] - 4, 0), *widths[1:])  # arguments are indented by four more columns than the body
     return Function(name, [line.padded(indented) for line in arguments], [line.padded(widths) for line in body])
 
 

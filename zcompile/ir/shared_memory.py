@@ -54,9 +54,9 @@ def memory_of_values(program: ProgramGraph) -> dict[fx.Node, Memory]:
 
 
 def shared_results(program: ProgramGraph) -> list[tuple[bool, int] | None]:
-    """Return what each output and gradient of an input shares memory with: (True, number of an input).
+    """Return what each output and gradient of an input shares memory with.
 
-    (False, number of an earlier result) if that comes first; None for a result with memory of its own.
+    (True, number of an input), or (False, number of the first such result), or None for memory of its own.
     """
     results = [*program.results.outputs, *program.results.input_gradients]
     if not any(isinstance(value, fx.Node) for value in results):
