@@ -189,10 +189,10 @@ def _misplaced_stages(table: ActionTable) -> Iterator[str]:
     for rank, row in enumerate(table.rows):
         if not row:
             yield f"rank {rank} has no actions"
-        for place, action in enumerate(row):
+        for index, action in enumerate(row):
             home = homes.setdefault(action.stage, rank)
             if home != rank:
-                yield f"rank {rank} has {action} at place {place + 1}, and rank {home} has stage {action.stage}"
+                yield f"rank {rank} has {action} at place {index + 1}, and rank {home} has stage {action.stage}"
     present = {action.stage for row in table.rows for action in row}
     if lacking := set(range(table.stages)) - present:
         yield f"no rank has stage {min(lacking)} of {table.stages}"
@@ -201,28 +201,28 @@ def _misplaced_stages(table: ActionTable) -> Iterator[str]:
 def _mistaken_order(table: ActionTable, stage: int) -> Iterator[str]:
     """Check that each micro-batch runs once, in order (gradients are summed in it), each backward after its forward."""
     rank = table.rank_of(stage)
-    row = [(place, action) for place, action in enumerate(table.rows[rank]) if action.stage == stage]
+    row = [(index, action) for index, action in enumerate(table.rows[rank]) if action.stage == stage]
     for what, kinds in _ONCE.items() if table.trains else [("forward", _ONCE["forward"])]:
-        found = [(place, action) for place, action in row if action.kind in kinds]
+        found = [(index, action) for index, action in row if action.kind in kinds]
         for number in range(max(len(found), table.microbatches)):
             if number >= len(found):
                 yield f"rank {rank} lacks the {what} of stage {stage} for micro-batch {number}"
             elif number >= table.microbatches or found[number][1].microbatch != number:
-                place, action = found[number]
+                index, action = found[number]
                 wanted = number if number < table.microbatches else "none"
                 yield (
-                    f"rank {rank} has {action} at place {place + 1}, where the {what} of stage {stage} for micro-batch "
+                    f"rank {rank} has {action} at place {index + 1}, where the {what} of stage {stage} for micro-batch "
                     f"{wanted} would come"
                 )
     done: set[Action] = set()
-    for place, action in row:
+    for index, action in row:
         for earlier in _own_needs(action):
             if earlier not in done:
-                yield f"rank {rank} has {action} at place {place + 1}, before {earlier}"
+                yield f"rank {rank} has {action} at place {index + 1}, before {earlier}"
         done.add(action)
-    for place, action in row:
+    for index, action in row:
         if action.kind is ActionKind.BACKWARD_WEIGHT and _of(action, ActionKind.BACKWARD) in done:
-            yield f"rank {rank} has {action} at place {place + 1}, which {_of(action, ActionKind.BACKWARD)} includes"
+            yield f"rank {rank} has {action} at place {index + 1}, which {_of(action, ActionKind.BACKWARD)} includes"
 
 
 _ONCE = {

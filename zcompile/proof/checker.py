@@ -163,10 +163,10 @@ class ComparedStep(Evaluation):
     def whole(self, forward: Text, backward: Text | None) -> dict[str, Found]:
         """Evaluate a step; return its results and effects by name, without the traced step's parameter gradients."""
         results, left = self.step(forward, "forward")
-        found = {f"result {i}": (self._term(one), self.terms.here) for i, one in enumerate(results)}
+        found = {f"result {i}": (self._term(value), self.terms.here) for i, value in enumerate(results)}
         results, rest = self.step(backward, "backward", left) if backward else ([], [])
-        found |= {f"the gradient of input {i}": (self._term(one), self.terms.here) for i, one in enumerate(results)}
-        found |= {f"the number of {one}s": (self.terms.make(f"{n}"), self.terms.here) for one, n in self.taken.items()}
+        found |= {f"the gradient of input {i}": (self._term(grad), self.terms.here) for i, grad in enumerate(results)}
+        found |= {f"the number of {k}s": (self.terms.make(f"{n}"), self.terms.here) for k, n in self.taken.items()}
         if self.runs:
             self.deliver_all(rest)
         else:
@@ -175,8 +175,8 @@ class ComparedStep(Evaluation):
             self.terms.here = place
             if options != self.gathers.get(unit) or version != self.units[unit].version:
                 self.refuse(f"is not what the next forward gathers first of {unit}, or is gathered before its update")
-        found |= {f"{kind} {i}": one for kind, terms in self.effects.items() for i, one in enumerate(terms)}
-        return found | {f"the gradient of {name}": one for name, one in self.delivered.items()}
+        found |= {f"{kind} {i}": term for kind, terms in self.effects.items() for i, term in enumerate(terms)}
+        return found | {f"the gradient of {name}": term for name, term in self.delivered.items()}
 
     def compare(self, wanted: Mapping[str, Found], found: Mapping[str, Found], known: int) -> None:
         """Raise ProofError if results or effects differ from those wanted, or an operation was not traced.
@@ -185,9 +185,9 @@ class ComparedStep(Evaluation):
         """
         for what in [*wanted, *found]:
             end = self.ends[0 if what.startswith("result") else -1]
-            (one, _), (other, place) = wanted.get(what, (-1, ())), found.get(what, (-1, end))
-            if one != other:
-                raise self.terms.difference(known, what, one, other, place)
+            (expected, _), (actual, place) = wanted.get(what, (-1, ())), found.get(what, (-1, end))
+            if expected != actual:
+                raise self.terms.difference(known, what, expected, actual, place)
         for place, problem in self.doubts:
             self.terms.here = place
             self.refuse(problem)
@@ -206,11 +206,11 @@ class TracedStep(ComparedStep):
     def averages(self, how: str) -> dict[str, tuple[int, Place]]:
         """Return what the optimizer must receive, computed from the gradients of the traced step."""
         pairs = [(self.params[name], grad) for name, grad in self.gradients.items()]
-        means = [self.average(one, grad, how, one.reduced) for one, grad in pairs]
+        means = [self.average(param, grad, how, param.reduced) for param, grad in pairs]
         if how == "scatter":
             across = partial(self.across, self.outside)
-            means = [across(one, m, one.reduced, one.across) for (one, _), m in zip(pairs, means, strict=True)]
-        return {f"the gradient of {one.name}": (mean, ()) for (one, _), mean in zip(pairs, means, strict=True)}
+            means = [across(p, mean, p.reduced, p.across) for (p, _), mean in zip(pairs, means, strict=True)]
+        return {f"the gradient of {param.name}": (mean, ()) for (param, _), mean in zip(pairs, means, strict=True)}
 
 
 # -- steps of pipelines -----------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Microbatch(TracedStep):
     def run(self, text: Text, name: str, scope: dict[str, Any], above: Any = ()) -> Any:
         self.named |= scope
         arguments = text.arguments(name) if not self.number else ()
-        self.types |= {one: _type(margin.types[0]) for one, margin in arguments if margin.types}
+        self.types |= {argument: _type(margin.types[0]) for argument, margin in arguments if margin.types}
         return super().run(text, name, scope, above)
 
     def _bind(self, text: Text, target: ast.expr, value: Any) -> None:
@@ -264,7 +264,7 @@ class RankStep(ComparedStep):
     ) -> None:
         super().__init__(terms, files)
         self.part, self.batches, self.functions = part, batches, RUNTIME | {"add", "plus", "write", "send", "recv"}
-        self.once = dict(one for shared in part.shared for one in self._once(shared))
+        self.once = dict(entry for shared in part.shared for entry in self._once(shared))
         self.buffers, self.bound = dict[Storage, int](), 0
         self.sent, self.named, self.pending = dict[str, Found](), dict[str, Found](), list[BeingSent]()
         self.given, self.taken_messages = list[NamedMessage](), list[NamedMessage]()
@@ -293,15 +293,16 @@ class RankStep(ComparedStep):
 
     def _average(self, param: ParamText) -> int:
         """Return the gradient that the optimizer must receive: summed over micro-batches in order, and averaged."""
-        shared = next((one for one in self.part.shared if one.param == param.name), None)
+        shared = next((shared for shared in self.part.shared if shared.param == param.name), None)
         if shared is None:
             each = [batch.dense(batch.gradients[param.name]) for batch in self.batches]
         else:
             each = self._parts(shared, shared.home)
-            each += [self.once[f"{_message_of(shared, one)}_grad"][0] for one in shared.readers if one in shared.parts]
-        values = [TermValue(one, Storage(""), -1) for one in each]
+            readers = (reader for reader in shared.readers if reader in shared.parts)
+            each += [self.once[f"{_message_of(shared, reader)}_grad"][0] for reader in readers]
+        values = [TermValue(term, Storage(""), -1) for term in each]
         if self.stage >= 2:
-            mean = self._sum([self.average(param, one, "scatter", param.reduced) for one in values])
+            mean = self._sum([self.average(param, value, "scatter", param.reduced) for value in values])
         else:
             total = TermValue(self._sum(each, param.summed), Storage(""), -1)
             mean = self.average(param, total, "scatter", param.reduced)
@@ -310,8 +311,8 @@ class RankStep(ComparedStep):
     def _sum(self, each: Sequence[int], dtype: str = "") -> int:
         """Return the sum of terms in order; `dtype`: the first addition casts to it."""
         total = each[0]
-        for number, one in enumerate(each[1:]):
-            total = self.terms.make(f"sum {'' if number else dtype}".rstrip(), total, one)
+        for number, term in enumerate(each[1:]):
+            total = self.terms.make(f"sum {'' if number else dtype}".rstrip(), total, term)
         return total
 
     def _parts(self, shared: SharedParam, stage: int) -> list[int]:
@@ -347,11 +348,11 @@ class RankStep(ComparedStep):
         gradient = batch.gradients.get(shared.param)
         left, found = [] if gradient is None else [gradient.term], list[int]()
         while left:
-            one = left.pop()
-            if one in parts or self.terms.heads[one] != ADDED:
-                found.append(one)
+            term = left.pop()
+            if term in parts or self.terms.heads[term] != ADDED:
+                found.append(term)
             else:
-                left += self.terms.args[one]
+                left += self.terms.args[term]
         if sorted(found) != sorted(parts):
             self.refuse(f"has another gradient of {shared.param} than the sum of what stages are said to compute")
 
@@ -372,16 +373,16 @@ class RankStep(ComparedStep):
         if self.taken["input"] != len(part.inputs):
             self.refuse(f"is given {self.taken['input']} inputs; want {len(part.inputs)}")
         found = {
-            f"result {result} of micro-batch {number}": (self._term(one), self.terms.here)
-            for (result, number), one in zip(part.results, results, strict=True)
+            f"result {result} of micro-batch {number}": (self._term(value), self.terms.here)
+            for (result, number), value in zip(part.results, results, strict=True)
         }
         self.deliver_all(rest)
         if self.pending:
             self.terms.here = self.pending[0].place
             self.refuse("is never waited for")
         effects = {"random draw {}": "random draw", "write {} to a buffer": "buffer"}
-        found |= {said.format(at): one for said, kind in effects.items() for at, one in enumerate(self.effects[kind])}
-        return found | {f"the gradient of {name}": one for name, one in self.delivered.items()}
+        found |= {text.format(i): term for text, kind in effects.items() for i, term in enumerate(self.effects[kind])}
+        return found | {f"the gradient of {name}": term for name, term in self.delivered.items()}
 
     def check_effects(self, known: int) -> None:
         """Refuse messages that are not this rank's, and collectives and writes in regions that were not traced."""
@@ -390,10 +391,10 @@ class RankStep(ComparedStep):
             ("recv", self.taken_messages, self.part.received),
         ):
             self.terms.here = self.ends[-1]
-            for one in (*wanted, *given):
-                counts = given.count(one), wanted.count(one)
-                if len({*counts}) > 1:
-                    self.refuse(f"comes behind {counts[0]} lines {kind} {one.name!r}, {one.peer}; want {counts[1]}")
+            for message in (*wanted, *given):
+                count, want = given.count(message), wanted.count(message)
+                if count != want:
+                    self.refuse(f"comes behind {count} lines {kind} {message.name!r}, {message.peer}; want {want}")
         for kind in ("collective", "write"):
             for term, place in self.effects[kind]:
                 self.terms.here = place
@@ -425,19 +426,19 @@ class RankStep(ComparedStep):
     # -- the functions of a step
 
     def _send(self, value: Any, group: Any, to: str, message: str, strides: Any = None) -> Begun:
-        one = self._passed(group, to, message, strides)
-        self.given.append(one)
-        again = f", message {len(self.given)}" if one in self.given[:-1] else ""
-        what = f"what is sent as {one.name!r} to {one.peer}{again}"
+        sent = self._passed(group, to, message, strides)
+        self.given.append(sent)
+        again = f", message {len(self.given)}" if sent in self.given[:-1] else ""
+        what = f"what is sent as {sent.name!r} to {sent.peer}{again}"
         self.sent[what] = self._term(value), self.terms.here
-        self.named[what] = (self._message(one.name) or (-1,))[0], ()
+        self.named[what] = (self._message(sent.name) or (-1,))[0], ()
         self.pending.append(BeingSent(value, self.terms.here))
         return Begun([self.pending[-1]])
 
     def _recv(self, group: Any, said: TermValue, source: str, message: str, strides: Any = None) -> Begun:
-        one = self._passed(group, source, message, strides)
-        self.taken_messages.append(one)
-        term, type_ = self._message(one.name) or self.refuse(f"receives {one.name!r}, which was not traced")
+        received = self._passed(group, source, message, strides)
+        self.taken_messages.append(received)
+        term, type_ = self._message(received.name) or self.refuse(f"receives {received.name!r}, which was not traced")
         if self.terms.heads[said.term] != f"str {type_!r}":
             self.refuse(f"receives as {self.terms.heads[said.term]} what is {type_}")
         return Begun([TermValue(term, Storage("", self.phase), -1)])
@@ -445,7 +446,7 @@ class RankStep(ComparedStep):
     def _passed(self, group: Any, peer: str, message: str, strides: Any) -> NamedMessage:
         if not isinstance(group, Lease) or group.kind != f"group {self.along}":
             self.refuse("passes something on to no rank of the pipeline")
-        laid = None if strides is None else tuple(int(one.removeprefix("int ")) for one in strides)
+        laid = None if strides is None else tuple(int(stride.removeprefix("int ")) for stride in strides)
         return NamedMessage(int(peer.removeprefix("int ")), ast.literal_eval(message.removeprefix("str ")), laid)
 
     def _wait(self, started: Any) -> Any:
@@ -472,8 +473,8 @@ class RankStep(ComparedStep):
         pairs = zip(shards.params, given, strict=True)
         return {param.name: self.dense(grad) for param, grad in pairs if not self._is_none(grad)}
 
-    def _plus(self, one: Any, other: Any, dtype: str = "") -> TermValue:
-        return self._made(self._sum([self._term(one), self._term(other)], dtype))
+    def _plus(self, first: Any, second: Any, dtype: str = "") -> TermValue:
+        return self._made(self._sum([self._term(first), self._term(second)], dtype))
 
     def _write(self, buffer: Any, value: Any) -> None:
         if buffer.memory not in self.buffers:
@@ -483,7 +484,7 @@ class RankStep(ComparedStep):
         self.effects["buffer"].append((written, self.terms.here))
         memory.written = self.terms.make(f"write {len(self.effects['buffer'])}", written)
         now = TermValue(term, memory, memory.written)
-        self.scope |= {name: now for name, one in self.scope.items() if one is buffer}
+        self.scope |= {name: now for name, old in self.scope.items() if old is buffer}
 
 
 def _type(found: tuple[str, str, str]) -> str:

@@ -107,8 +107,8 @@ class Evaluation:
         regions = {name[8:-3]: text for name, text in files.items() if name.startswith("regions/")}
         self.regions = regions if self.runs else {}
         capture = files[CAPTURE]
-        bodies = (one for one in capture.body if isinstance(one, ast.Assign))
-        said = {ast.unparse(one.targets[0]): ast.literal_eval(one.value) for one in bodies}
+        bodies = (statement for statement in capture.body if isinstance(statement, ast.Assign))
+        said = {ast.unparse(statement.targets[0]): ast.literal_eval(statement.value) for statement in bodies}
         if lacking := {"axes", "units"} - said.keys():
             raise ProofError(f"{capture.name} line 1", f"does not say what the {min(lacking)} are", FIX)
         self.units = {unit: UnitPart(unit, lines) for unit, lines in said["units"].items()}
@@ -140,7 +140,7 @@ class Evaluation:
     def _alive(self, value: Any) -> Any:
         """Return a value as read now: refuse freed memory, and account for writes since the value was computed."""
         if type(value) is list:
-            return [self._alive(one) for one in value]
+            return [self._alive(item) for item in value]
         if isinstance(value, (TermValue, WholeUnit, Moved, Averages)) and value.memory.gone:
             self.refuse(f"reads the memory of {value.memory.owner or 'a value'}, which {value.memory.gone}")
         if isinstance(value, TermValue) and value.seen != value.memory.written:
@@ -174,7 +174,7 @@ class Evaluation:
                 self.mutated |= {scope[name].memory} if margin.words == "mutated" else set()
         results, rest = self.run(text, phase, scope)
         self.ends.append(self.terms.here)
-        if any(one.memory.graph for one in results):
+        if any(result.memory.graph for result in results):
             self.refuse("returns what lies in the memory of a CUDA graph, to which the next step writes")
         return results, rest
 
@@ -205,7 +205,7 @@ class Evaluation:
     def _crossed(self, value: Any, words: str) -> Any:
         """Return a value of the forward as the backward reads it; an input that the forward wrote to has changed."""
         if type(value) is list:
-            return [self._crossed(one, "") for one in value]
+            return [self._crossed(item, "") for item in value]
         if not isinstance(value, (TermValue, WholeUnit, SecondaryPart, Moved)):
             self.refuse(f"takes what does not outlive the forward ({type(value).__name__})")
         if isinstance(value, (WholeUnit, SecondaryPart)):
@@ -293,7 +293,7 @@ class Evaluation:
             case ast.List(elts=elements) | ast.Tuple(elts=elements):
                 return self._values(elements) if isinstance(node, ast.List) else tuple(self._values(elements))
             case ast.Dict(keys=keys, values=values):
-                return {ast.literal_eval(key): self._value(one) for key, one in zip(keys, values, strict=True) if key}
+                return {ast.literal_eval(key): self._value(item) for key, item in zip(keys, values, strict=True) if key}
             case ast.Subscript(value=arena, slice=ast.Slice(lower=ast.expr() as low, upper=ast.expr() as high)):
                 place = range(ast.literal_eval(low), ast.literal_eval(high))
                 if not 0 <= place.start < place.stop <= self._value(arena).size:
@@ -316,8 +316,9 @@ class Evaluation:
         if self._outer and name in self.regions and not named:
             return self._region(name, given)
         if self._outer and name in self.functions and self.runs:
-            heads = {key: self._keyword(one) for key, one in named.items()}
-            return getattr(self, f"_{name}")(*given, **{key: DTYPES.get(str(one), one) for key, one in heads.items()})
+            heads = {key: self._keyword(option) for key, option in named.items()}
+            options = {key: DTYPES.get(str(head), head) for key, head in heads.items()}
+            return getattr(self, f"_{name}")(*given, **options)
         if name == "graph" and len(given) == 1 and not named:
             return self._made(self.terms.make("graph", given[0].term))
         if not is_function_of_values(name) or "out" in named:
@@ -348,7 +349,7 @@ class Evaluation:
         if len(given) != max(taken) + 1:
             self.refuse(f"gives {len(given)} values to {name}, which takes {max(taken) + 1}")
         self.graph = bool(text.functions[name].decorator_list)
-        results = [one.by(self.terms.here) for one in self.run(text, name, scope, here)]
+        results = [result.by(self.terms.here) for result in self.run(text, name, scope, here)]
         self.graph, self.terms.here = False, here
         return results
 
@@ -379,13 +380,13 @@ class Evaluation:
             self.doubts.append((self.terms.here, f"calls {name}, which was not traced: it is not known what it does"))
         terms = [*map(self._term, values)]
         shares = [heads[term] for term in terms[: len(terms) - len(named)] if heads[term].startswith("float ")]
-        shares += [heads[one.term] for key, one in named.items() if key == "dropout_p"]
+        shares += [heads[value.term] for key, value in named.items() if key == "dropout_p"]
         is_random = replays or packet.removesuffix("_") in RANDOM
         is_random = is_random or ("attention" in packet and shares[:1] not in ([], ["float 0.0"]))
         plain, known = name in SAME and len(values) == 1, len(heads)
         term = terms[0] if plain else make("|".join([name, *named]), *([draw] if is_random else []), *terms)
         if term >= known:
-            self.terms.routes[term] = {one.term: one.via for one in values if isinstance(one, TermValue) and one.via}
+            self.terms.routes[term] = {v.term: v.via for v in values if isinstance(v, TermValue) and v.via}
         if is_random and not replays:
             draws.append((term, self.terms.here))
         if name.startswith(("ops._c10d_functional.", "ops._dtensor.")) and packet != "wait_tensor":
@@ -394,7 +395,7 @@ class Evaluation:
             given[0].memory.written = make(f"write to {given[0].memory.owner}", term)
             self.effects["write"].append((given[0].memory.written, self.terms.here))
             return self._made(term, given[0].memory)
-        via = next((one.via for one in values if isinstance(one, TermValue) and one.via), ())
+        via = next((value.via for value in values if isinstance(value, TermValue) and value.via), ())
         return self._made(term, given[0].memory if packet in VIEWS else None).by(*via)
 
     # -- the runtime's functions --------------------------------------------------------------------------------------
@@ -405,7 +406,7 @@ class Evaluation:
 
     def _lay(self, key: Any, at: range | None) -> None:
         """Reserve bytes of the arena; refuse bytes that are in use."""
-        if at is not None and any(at.start < one.stop and one.start < at.stop for one in self.ranges.values()):
+        if at is not None and any(at.start < used.stop and used.start < at.stop for used in self.ranges.values()):
             self.refuse("takes bytes of the arena that another line has")
         self.ranges |= {key: at} if at is not None else {}
 
@@ -538,7 +539,8 @@ class Evaluation:
         self._declared("sends averages of", shards, wire, (param.across for param in shards.params))
         if (how == "part") != bool(self.hybrid):
             self.refuse(f"gives each rank outside {how} of the averages of {shards.unit}")
-        means = {n: self.across([group.kind], self.params[n], one, dtype, wire) for n, one in grads.terms.items()}
+        over = [group.kind]
+        means = {name: self.across(over, self.params[name], mean, dtype, wire) for name, mean in grads.terms.items()}
         grads.memory.gone = f"was given away at {self._line()}"
         return Begun([self._averages(shards, means)])
 

@@ -85,7 +85,7 @@ class Text:
         capture, stem = name == CAPTURE, name.rpartition("/")[2].removesuffix(".py")
         for line, problem in misplaced(self.body, ("forward", "backward") if capture else (stem,), heads=capture):
             raise ProofError(f"{name} line {line}", f"{problem}\n    {self.lines[line - 1].strip()}", FIX)
-        self.functions = {one.name: one for one in self.body if isinstance(one, ast.FunctionDef)}
+        self.functions = {node.name: node for node in self.body if isinstance(node, ast.FunctionDef)}
 
     def margin(self, line: int) -> Margin:
         """Return the margin of a line."""
@@ -105,7 +105,7 @@ class Text:
         """Return the names that a function unboxes, each with its margin."""
         match self.functions[name].body[0] if name in self.functions else None:
             case ast.Assign(targets=[ast.Tuple(elts=names)]):
-                return [(ast.unparse(one), self.margin(one.lineno)) for one in names]
+                return [(ast.unparse(node), self.margin(node.lineno)) for node in names]
         raise ProofError(self.name, f"has no function {name}", FIX)
 
 

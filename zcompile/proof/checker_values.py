@@ -38,7 +38,7 @@ def _rule(said: Mapping[str, str]) -> tuple[str, Any, Any]:
         pattern, replacement = (_pattern(ast.parse(said[key], mode="eval").body) for key in ("pattern", "replacement"))
         if isinstance(pattern, str) or len(said["replacement"]) >= len(said["pattern"]):
             raise ValueError("what is replaced is no call, or no longer than what replaces it")
-        if unbound := {one for one in _parts(replacement) if isinstance(one, str)}.difference(_parts(pattern)):
+        if unbound := {part for part in _parts(replacement) if isinstance(part, str)}.difference(_parts(pattern)):
             raise ValueError(f"the pattern has no {min(unbound)}")
         return f"{said['name']}: {said['pattern']} counts as {said['replacement']}", pattern, replacement
     except (SyntaxError, LookupError, ValueError, TypeError) as error:
@@ -67,7 +67,7 @@ class TermTable:
         self.applied: dict[str, None] = {}
         self._known: dict[tuple[str, tuple[int, ...]], int] = {}
         self._rules = [*map(_rule, rules)]
-        calls = (one for _, *sides in self._rules for side in sides for one in _parts(side) if type(one) is tuple)
+        calls = (part for _, *sides in self._rules for side in sides for part in _parts(side) if type(part) is tuple)
         self.operations = {head.partition("|")[0] for head, *_ in calls}
         """The operations of the traced step and of rules; any other operation may have unknown effects."""
 
@@ -92,12 +92,12 @@ class TermTable:
             return found.setdefault(pattern, term) == term
         args = self.args[term]
         same = pattern[0] == self.heads[term] and len(pattern) == 1 + len(args)
-        return same and all(self._matches(one, arg, found) for one, arg in zip(pattern[1:], args, strict=True))
+        return same and all(self._matches(part, arg, found) for part, arg in zip(pattern[1:], args, strict=True))
 
     def _replaced(self, pattern: Any, found: Mapping[str, int]) -> int:
         if isinstance(pattern, str):
             return found[pattern]
-        return self.make(pattern[0], *(self._replaced(one, found) for one in pattern[1:]))
+        return self.make(pattern[0], *(self._replaced(part, found) for part in pattern[1:]))
 
     def is_constant(self, term: int) -> bool:
         """Return True for a constant such as a number or a dtype."""
@@ -129,9 +129,9 @@ class TermTable:
                 place = self.places[found]
         where, lines = location_text(place)
         given, same = self.routes.get(found, {}), zip_longest(self.args[found], self.args[wanted])
-        parted = [one for one, other in same if one != other] if "." in self.heads[found] else given
-        routes = [given.get(one, ()) for one in parted]
-        if passed := dict.fromkeys(location_text(one)[0] for via in routes for one in via):
+        differing = [mine for mine, traced in same if mine != traced] if "." in self.heads[found] else given
+        routes = [given.get(term, ()) for term in differing]
+        if passed := dict.fromkeys(location_text(line)[0] for via in routes for line in via):
             lines += f"\n  given what came by {', '.join(passed)}"
         texts = [(self.text(found, depth), self.text(wanted, depth)) for depth in (2, 3, 5, 8)]
         have, want = next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
@@ -143,11 +143,11 @@ class TermTable:
         """Return the path from a result down to the first term computed for it that the traced step does not have."""
         above, left = {term: term}, [term]
         while left:
-            one = left.pop()
-            new = [arg for arg in self.args[one] if arg >= known and arg not in above]
-            above |= dict.fromkeys(new, one)
+            new_term = left.pop()
+            new = [arg for arg in self.args[new_term] if arg >= known and arg not in above]
+            above |= dict.fromkeys(new, new_term)
             left += new
-        path = [min(one for one in above if self.args[one])]
+        path = [min(new_term for new_term in above if self.args[new_term])]
         while path[-1] != term:
             path.append(above[path[-1]])
         return path[::-1]
@@ -158,7 +158,7 @@ class TermTable:
         head, args = self.heads[term], self.args[term]
 
         def common(other: int) -> float:
-            same = sum(one == two for one, two in zip(self.args[other], args, strict=False))
+            same = sum(a == b for a, b in zip(self.args[other], args, strict=False))
             return (same + len({*args} & {*self.args[other]}) / 2) * (1 + (self.heads[other] == head))
 
         for above, below in pairwise(path):

@@ -142,7 +142,7 @@ def _check_described(program: str, described: Mapping[str, Any]) -> None:
         if Path(path).is_absolute() or ".." in Path(path).parts or path != Path(path).as_posix() or path == ".":
             raise ValueError(f"{path!r} is no file or folder in the dump")
     for file, sums in described["files"].items():
-        if not isinstance(sums, list) or not all(type(one) is int for one in sums):
+        if not isinstance(sums, list) or not all(type(checksum) is int for checksum in sums):
             raise ValueError(f"the checksums of {file} are no numbers")
     for rule in described["rules"]:
         if not all(isinstance(rule[key], str) for key in ("name", "pattern", "replacement")):
@@ -230,7 +230,7 @@ def prove_together(ranks: Mapping[int, Path], verdicts: Mapping[int, Sequence[Pr
     if not ranks:
         alone = [v for v in verdicts[0] if v.part is not None and pipeline_of(v.part[0]).size > 1]
         problem = "is the step of one rank of a pipeline, and those of the others were not read"
-        return Together([f"not proven: {one.program} {problem}: {_FIX}" for one in alone], bool(alone))
+        return Together([f"not proven: {verdict.program} {problem}: {_FIX}" for verdict in alone], bool(alone))
     if lacking := lacking_ranks(ranks):
         named = ", ".join(map(str, lacking[:8])) + (" and others" if len(lacking) > 8 else "")
         return Together([f"not proven: {counted(len(lacking), 'rank')} of the mesh not read, {named}: {_FIX}"], True)

@@ -143,8 +143,8 @@ def pipeline_of(capture: str) -> Axis:
 
 
 def _head(capture: str, name: str) -> Any:
-    bodies = (one for one in Text(CAPTURE, capture).body if isinstance(one, ast.Assign))
-    return next(ast.literal_eval(one.value) for one in bodies if ast.unparse(one.targets[0]) == name)
+    bodies = (statement for statement in Text(CAPTURE, capture).body if isinstance(statement, ast.Assign))
+    return next(ast.literal_eval(statement.value) for statement in bodies if ast.unparse(statement.targets[0]) == name)
 
 
 def _mistake(column: Mapping[int, tuple[str, RankPart]]) -> str:
@@ -176,7 +176,7 @@ def _all_draws(parts: Iterable[RankPart]) -> Counter[tuple[int, int]]:
 
 def _count(capture: str) -> int:
     """Return the number of results of the traced step."""
-    (forward,) = (one for one in Text(CAPTURE, capture).body if getattr(one, "name", "") == "forward")
+    (forward,) = (statement for statement in Text(CAPTURE, capture).body if getattr(statement, "name", "") == "forward")
     returned = forward.body[-1].value.elts[0]  # type: ignore[attr-defined]
     return len(returned.elts)
 
@@ -186,7 +186,7 @@ def _uneven(what: str, wanted: Iterable[Hashable], found: Iterable[Hashable]) ->
     count = Counter(found)
     count.subtract(Counter(wanted))
     return next(
-        (f"{'several ranks have' if n > 0 else 'no rank has'} {what} {one}" for one, n in count.items() if n), ""
+        (f"{'several ranks have' if n > 0 else 'no rank has'} {what} {item}" for item, n in count.items() if n), ""
     )
 
 

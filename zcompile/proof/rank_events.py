@@ -151,7 +151,7 @@ class _Call:
     @property
     def types(self) -> str:
         """The types of its results, with dynamic sizes as they were traced."""
-        types = (one.type for margin in self.function.margins(self.statement) for one in margin.types)
+        types = (value.type for margin in self.function.margins(self.statement) for value in margin.types)
         return ", ".join(re.sub(r"[^\[\],\s]+=", "", str(type_)) for type_ in types if type_ is not None)
 
     @property
@@ -252,7 +252,7 @@ class _Reader:
         if name == "unbox":
             for element in call.target.elts if is_phase and isinstance(call.target, ast.Tuple) else []:
                 margins = call.function.margins(element)
-                given = next((one.placeholder for one in margins if one.placeholder), _VALUE)
+                given = next((margin.placeholder for margin in margins if margin.placeholder), _VALUE)
                 self._bind([ast.unparse(element)], margins, given)
         elif is_region or name.startswith(_TORCH) or name == "graph":
             if is_phase:
@@ -289,7 +289,7 @@ class _Reader:
         problem = f"`{call.text}` gives {call.name} what it does not take"
         try:
             given = [value_of(argument, self.names) for argument in call.tree.args]
-            options = {one.arg: value_of(one.value, self.names) for one in call.tree.keywords if one.arg}
+            options = {word.arg: value_of(word.value, self.names) for word in call.tree.keywords if word.arg}
             op = operation(call.name, given, options, self.layout)
         except ParseError as error:
             raise call.error(error.problem) from error
@@ -307,10 +307,10 @@ class _Reader:
         """Return the event that a line launches; None if it does not communicate with other ranks."""
         if isinstance(op, Communication):
             axis = getattr(op, "axis", self.layout.sharded.name)
-            if axis not in {one.name for one in self.layout.averaged}:
+            if axis not in {averaged.name for averaged in self.layout.averaged}:
                 raise call.error(f"gradients are not averaged over {axis}")
             return call.event(Act.JOIN, axis, op.message_text(self.layout))
-        group = next((one for one in given if isinstance(one, Group)), None)
+        group = next((arg for arg in given if isinstance(arg, Group)), None)
         if group is None or not isinstance(op, (Fetch, Send, Receive)):
             return None  # local, or a transfer with the host or a disk
         if not call.types:

@@ -566,7 +566,7 @@ class RankValues(ExpectedValues):
 
     def _each(self, name: str) -> list[int]:
         """Return the summands of a parameter's gradient, in order: of each micro-batch, then of other stages."""
-        shared = next((one for one in self.shared if one.name == name), None)
+        shared = next((param for param in self.shared if param.name == name), None)
         if shared is None:
             gradient = self.terms.step.term(self.terms.traced.results.gradients[name])
             return [values[gradient] for values in self._values]

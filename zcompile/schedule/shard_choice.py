@@ -61,8 +61,8 @@ def estimate(shard: str, layout: Layout, hardware: Hardware) -> Estimate:
     kept = state.copies if layout.away else state.nbytes  # the optimizer's state is where the shards are
     largest = sorted(layout.gathered_bytes(unit.name) for unit in layout.units)[-2:]
     passing = sum(layout.secondary_bytes(unit.name) for unit in layout.units) if layout.has_secondary else 0
-    beside = sum(largest) + (0 if layout.keeps_secondary else passing) if layout.stage.parameters_sharded else 0
-    return Estimate(shard, sent + update_seconds(state.gradients, hardware), kept + beside)
+    gathered = sum(largest) + (0 if layout.keeps_secondary else passing) if layout.stage.parameters_sharded else 0
+    return Estimate(shard, sent + update_seconds(state.gradients, hardware), kept + gathered)
 
 
 def traffic_of(unit: Unit, layout: Layout) -> Iterator[tuple[Traffic, int]]:
