@@ -231,7 +231,7 @@ def test_stage_1_is_refused() -> None:
 def test_a_state_that_is_on_the_host_anyway_is_not_moved_there() -> None:
     model = make("mlp").to("meta")
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(OptionError, match="offload_optimizer: has no effect: beside offload_parameters='cpu'"):
+    with pytest.raises(OptionError, match="offload_optimizer: has no effect with offload_parameters='cpu'"):
         zcompile.train_step(model, None, optimizer, offload_parameters="cpu", offload_optimizer="cpu")
 
 
@@ -240,6 +240,6 @@ def test_a_norm_wants_a_group_for_the_host() -> None:
     dist.init_process_group("cuda:fake", store=dist.HashStore(), rank=0, world_size=2)
     model = make("mlp")
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(GroupError, match="has no backend for gradients in the memory of the host"):
+    with pytest.raises(GroupError, match="has no CPU backend, and clip_grad_norm reduces"):
         zcompile.train_step(model, None, optimizer, offload_parameters="cpu", clip_grad_norm=1.0)
     assert model(*batch("mlp", 0, 0)).requires_grad, "the model is as it was"

@@ -118,7 +118,7 @@ def test_values_are_loaded_with_assign_too() -> None:
 
 
 def test_it_is_not_pickled() -> None:
-    with pytest.raises(zcompile.ModelError, match="Sequential: is compiled, and is not pickled"):
+    with pytest.raises(zcompile.ModelError, match="Sequential: is compiled, and cannot be pickled"):
         pickle.dumps(made())
 
 

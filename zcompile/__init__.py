@@ -1,6 +1,6 @@
 """zcompile: a compiler for distributed training. `zcompile.compile(model)` shards a plain model by ZeRO.
 
-A public name is imported when it is first used: importing torch takes seconds, and `zcompile --help` needs none of it.
+Public names are imported on first use: importing torch takes seconds, and `zcompile --help` does not need it.
 """
 
 from importlib import import_module
@@ -136,9 +136,9 @@ _HOMES = {
     "zcompile.torch_backend": "Backend backend",
     "zcompile.training_step": "TrainStep train_step",
 }
-"""Where each public name is, as those who check types read it above."""
+"""The module that defines each public name: the same as the imports above, which only type checkers read."""
 _FOLDERS = frozenset(["cost", "facts", "ir", "passes", "proof", "runtime", "schedule"])
-"""What is reached as an attribute, too, as `zcompile.ir.ops`."""
+"""Subpackages that are also importable as attributes, as in `zcompile.ir.ops`."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 

@@ -1,4 +1,4 @@
-"""`zcompile.compile`: shard a model's parameters and give back a module that is called like the model."""
+"""`zcompile.compile`: shard a model's parameters and return a module that is called like the model."""
 
 from __future__ import annotations
 
@@ -41,44 +41,44 @@ def compile(
     backend: str = "inductor",
     **options: Unpack[CompileOptions],
 ) -> CompiledModule:
-    """Shard `model` by ZeRO, with rank 0's values, into a module that runs its training step as a program. Collective.
+    """Shard `model` by ZeRO, from rank 0's values, and compile its training step into programs. Collective.
 
     Args:
-        model: Any module, all on one device or on meta, where its own code gives values. Its code is not touched.
-        optimizer: One or several built over the model's parameters: pointed at the shards. Later ones need no mention.
+        model: Any module on one device, or on meta if its own code initializes it. Its code is not changed.
+        optimizer: One or more optimizers built over the model's parameters, to be moved to the shards.
         stage: What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
-        prefetch: How many units are gathered ahead of the one that computes; "auto": by the cost model, once measured.
-        mesh: The data-parallel `DeviceMesh`, by default all ranks; of two dimensions, "replicate" repeats the shards.
-        dtype: In which parameters are gathered and computed with, under `torch.autocast`; shards keep the model's.
-        checkpoint: What is computed again: "unit", all but units' inputs; "2 GiB", 0.6 of a peak, "auto": what must be.
-        backend: `"inductor"` compiles regions; `"eager"` runs them as they are, bit for bit like eager PyTorch.
-        options: More of them by name, which `zcompile.CompileOptions` lists by subject.
+        prefetch: Number of units to gather ahead of the one being computed; "auto": measure, then ask the cost model.
+        mesh: The data-parallel `DeviceMesh`; default: all ranks. Of two dimensions, "replicate" replicates the shards.
+        dtype: Dtype to gather parameters and compute in, under `torch.autocast`; shards keep the model's dtype.
+        checkpoint: What to recompute: "unit", all but units' inputs; or to fit "2 GiB", 0.6 of the peak, or "auto".
+        backend: `"inductor"` compiles regions; `"eager"` runs them as traced, bit for bit like eager PyTorch.
+        options: Further options by name; `zcompile.CompileOptions` lists them by subject.
 
     Keyword Args:
-        shard: What two dimensions of the mesh divide: "hsdp" (default), "hfsdp", "hpz", "flat" (docs/stages.md), or
+        shard: What the two dimensions of a mesh shard: "hsdp" (default), "hfsdp", "hpz", "flat" (docs/stages.md), or
             "auto".
-        units: Module paths (shell wildcards) whose parameters are gathered together, or a function of a path and its
-            module that is true for them; by default the repeated blocks.
-        whole: Parameters (shell wildcards) that one rank each keeps whole, for Muon, Shampoo or SOAP; stages 1 to 3.
-        ignore: Parameters (shell wildcards) that stay as they are on each rank, values and gradients: left to the user.
-        weights: Values to start from, by name: a mapping, or the path of a file or folder; read unit by unit.
-        keep_dtype: Modules (shell wildcards) that compute in their parameters' dtype, arguments cast, autocast off.
-        reduce_dtype: In which gradients are averaged; by default float32 where `dtype` is given.
-        output_dtype: What results of a call of 16 or 32 bits are cast to; by default they are as the model gives them.
-        outer_dtype: bfloat16 or int8, in which averages travel along a mesh's "replicate"; changes numbers.
-        outer_gather_dtype: The same for shards that "hfsdp" and "hpz" gather along it.
-        memory_limit: Bytes, or "2 GiB", beside shards and optimizer state: stage 3 keeps as many units full as fit.
-        bucket: Bytes, or "25 MiB", of what is copied at a time to be sent; by default the cost model decides.
-        arenas: Keep memory from step to step for what is gathered, copied to be sent or saved as a checkpoint.
-        cuda_graphs: Capture the compute between communications as CUDA graphs, over parameters at fixed places.
-        offload_activations: Where what is saved for the backward waits: "cpu", for a GPU, or "disk:FOLDER", for a CPU.
-        partition_activations: Of what all ranks of a tensor-parallel mesh save for the backward, keep a part on each.
-        offload_parameters: Where shards are: "cpu", pinned memory, for a GPU; "disk:FOLDER", a file there, for a CPU.
-        passes: A whole `Pipeline`, or changes to the default one by name: a `Pass` replaces or adds, None leaves out.
-        dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.
-        record: A folder for a recording of the first training step, which `zcompile replay` runs again.
+        units: Paths of modules (shell wildcards) whose parameters are gathered together, or a predicate that takes a
+            path and its module; default: the repeated blocks.
+        whole: Parameters (shell wildcards) each kept whole on one rank, for Muon, Shampoo or SOAP; stages 1 to 3.
+        ignore: Parameters (shell wildcards) left to the user: neither sharded nor synchronized, nor their gradients.
+        weights: Initial values by name: a mapping, or the path of a file or folder, which is read unit by unit.
+        keep_dtype: Modules (shell wildcards) that compute in their parameters' dtype: arguments cast, autocast off.
+        reduce_dtype: Dtype to average gradients in; default: float32 if `dtype` is given, else the gradients' own.
+        output_dtype: Dtype to cast 16- and 32-bit floating-point outputs to; default: no cast.
+        outer_dtype: bfloat16 or int8: dtype in which averages are sent along "replicate"; changes numerical results.
+        outer_gather_dtype: The same for the shards that "hfsdp" and "hpz" gather along "replicate".
+        memory_limit: Bytes, or "2 GiB", besides shards and optimizer state; stage 3 keeps as many units full as fit.
+        bucket: Bytes, or "25 MiB", copied at a time for sending; default: chosen by the cost model.
+        arenas: Keep memory across steps for gathered parameters, send buffers and saved activations.
+        cuda_graphs: Capture the compute between communications as CUDA graphs; parameters have fixed addresses.
+        offload_activations: Where to keep saved activations: "cpu" for a model on a GPU, "disk:FOLDER" on the CPU.
+        partition_activations: Divide activations saved alike by all tensor-parallel ranks among these ranks.
+        offload_parameters: Where to keep shards: "cpu" (pinned memory) for a GPU, "disk:FOLDER" (a file) for the CPU.
+        passes: A whole `Pipeline`, or changes to the default by name: a `Pass` replaces or adds one, None removes it.
+        dump: Folder for the text of the programs after every pass; default: ZCOMPILE_DUMP of the environment, if set.
+        record: Folder for a recording of the first training step, which `zcompile replay` runs again.
 
-    Raises: OptionError, PipelineError, ModelError, OptimizerError, GroupError or AgreementError, for what does not fit.
+    Raises: OptionError, PipelineError, ModelError, OptimizerError, GroupError or AgreementError, for invalid arguments.
     """
     given = {**locals(), **options}
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
@@ -95,22 +95,22 @@ def compile(
 def _compiled(
     plan: ShardingPlan, optimizers: Sequence[Optimizer], weights: Source | None, output_dtype: torch.dtype | None
 ) -> CompiledModule:
-    """What a plan comes to. What can fail comes before the model is touched."""
-    model, asked = plan.model, plan.options
+    """Carry out a plan. Everything that can fail runs before the model is changed."""
+    model, options = plan.model, plan.options
     ranks, kept = plan.agreed()
     read = None if weights is None else ranks.agreement.attempt("the weights", lambda: open_weights(weights))[0]
     if ranks.parallel is not None:
         if read is not None:
             fix = "load them before parallelize_module, or with load_full_state_dict afterwards"
             raise OptionError("weights", "cannot be read into a tensor-parallel model", fix)
-        ranks.everyone.reach("the options", [str(asked)])
+        ranks.everyone.reach("the options", [str(options)])
         ranks = ranks.with_replicated(model, first=ranks.data.rank == 0)
-    elif asked.partition_activations:
+    elif options.partition_activations:
         problem = "is for models that a model-parallel mesh divides, and no parameter of this one is a DTensor"
         raise OptionError("partition_activations", problem, "call parallelize_module before, or leave it out")
     if read is not None:
         _check_weights(read, model, ranks.agreement)
-    runtime = ModelRuntime(plan.layout, ranks, asked)
+    runtime = ModelRuntime(plan.layout, ranks, options)
     runtime.remarks += plan.remarks
     runtime.output_dtype = output_dtype
     engine = Engine(runtime, title=type(model).__name__)
@@ -123,7 +123,7 @@ def _compiled(
 
 
 def _check_weights(weights: Weights, model: nn.Module, agreement: Agreement) -> None:
-    """Compare the weights with the model on all ranks; the first one says what will be rounded."""
+    """Check the weights against the model on all ranks; rank 0 warns about values that will be rounded."""
     rounded, _ = agreement.attempt("the weights", lambda: check_weights(weights, model))
     if rounded and agreement.communicator.rank == 0:
         warnings.warn(f"zcompile: weights {rounded}", stacklevel=5)

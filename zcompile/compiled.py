@@ -42,15 +42,15 @@ from zcompile.torch_internals.pytree import tree_map_only
 
 
 def _copied(model: nn.Module, tree: Tree, memo: dict[int, Any]) -> CompiledModule:
-    """A compiled module of its own: a copy of the model, over copies of its shards. Collective."""
+    """Copy a compiled module: a copy of the model with copies of its shards. Collective."""
     before = tree.engine.runtime
-    # Beside the dump, or the recording, of the model that is copied another one would take its place.
-    asked = replace(before.options, dump="", record=None)
-    data = Communicator(before.communicator.mesh, before.communicator.device, asked.hybrid)
-    lines = ["a copy", str(asked), *model_lines(model, before.layout)]
+    # The copy gets no dump and no recording: they would overwrite those of the original.
+    options = replace(before.options, dump="", record=None)
+    data = Communicator(before.communicator.mesh, before.communicator.device, options.hybrid)
+    lines = ["a copy", str(options), *model_lines(model, before.layout)]
     ranks = ModelRanks.agreed(data, before.ranks.parallel, lines)
     trainable = {site.name: site.shard.requires_grad for site in tree.sites}
-    runtime = ModelRuntime(before.layout.with_trainable(trainable), ranks, asked)
+    runtime = ModelRuntime(before.layout.with_trainable(trainable), ranks, options)
     runtime.output_dtype = before.output_dtype
     engine = Engine(runtime, title=type(model).__name__)
     with taken_out([*tree.interceptors, *tree.loading]):
@@ -60,7 +60,7 @@ def _copied(model: nn.Module, tree: Tree, memo: dict[int, Any]) -> CompiledModul
 
 
 def _forward_like(model: nn.Module, tree: Tree) -> Callable[..., Any]:
-    """A function that calls the model, and has its signature."""
+    """A function that calls the model and has the signature of its forward."""
     output_dtype = tree.engine.runtime.output_dtype
 
     def cast(result: torch.Tensor) -> torch.Tensor:
@@ -77,25 +77,25 @@ def _forward_like(model: nn.Module, tree: Tree) -> Callable[..., Any]:
 
 
 def compiled_of(model: nn.Module) -> CompiledModule | None:
-    """What `model` was compiled into, if it was."""
+    """The compiled module of `model`; None if it is not compiled."""
     tree = None if isinstance(model, CompiledModule) else tree_of(model)
     return model if isinstance(model, CompiledModule) else tree.face if tree is not None else None  # type: ignore[return-value]
 
 
 def options_of(compiled: CompiledModule) -> Options:
-    """What it was compiled with, but for what `units=`, `whole=` and `ignore=` name.
+    """The options it was compiled with, except `units=`, `whole=` and `ignore=`.
 
-    No attribute: a model may have options of its own.
+    Not an attribute, because a model may have an attribute `options`.
     """
     return compiled._engine.runtime.options
 
 
 _CONTAINER = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__", "__reversed__")
-"""What Python looks for in the class of an object alone."""
+"""Methods that Python looks up on the class, never on the instance."""
 
 
 def _special(name: str) -> Callable[..., Any]:
-    """A method that is the model's of this name."""
+    """A method that calls the model's method of this name."""
 
     def method(self: CompiledModule, *args: Any) -> Any:
         if name == "__setitem__":
@@ -108,20 +108,20 @@ def _special(name: str) -> Callable[..., Any]:
 
 @dataclass
 class _NotWrapped:
-    """What DistributedDataParallel, which trainers put around models by themselves, reads of a compiled one."""
+    """Stands for the names that DistributedDataParallel ignores; raises when DDP, put on by a trainer, reads them."""
 
     model: str
 
     def __iter__(self) -> Iterator[str]:
-        problem = "is compiled, and DistributedDataParallel around it would average gradients that it does not see"
-        fix = "leave it out: they are averaged; with Accelerate, take zcompile.integrations.accelerate's Accelerator"
+        problem = "is compiled, and cannot be wrapped in DistributedDataParallel, which does not see its gradients"
+        fix = "remove it: zcompile averages them; with Accelerate, use zcompile.integrations.accelerate.Accelerator"
         raise ModelError(self.model, problem, fix)
 
 
 class CompiledModule(Savable, Reported, nn.Module):
-    """A model whose parameters are shards; called like the model, it runs the compiled programs.
+    """A model whose parameters are shards. It is called like the model, and runs the compiled programs.
 
-    It shows the model's own tree: parameters, buffers, modules and state under the model's own names.
+    Parameters, buffers, submodules and state dict entries have the model's own names.
     """
 
     _model: nn.Module
@@ -142,10 +142,10 @@ class CompiledModule(Savable, Reported, nn.Module):
         runtime.extend((), shards)
         if not runtime.layout.stage.optimizer_sharded and runtime.layout.world > 1:
             Outside(shards, runtime.delivery).watch()
-        # The model's state is that of all ranks that have a part of it.
+        # All ranks that hold a part of the model take part in its state, tensor-parallel ranks included.
         left = ignored_names(model, runtime.layout)
         state = ModelState(model, runtime.everyone.communicator, runtime.everyone, runtime.options.stage, left)
-        # Seen through object.__setattr__, the model is no submodule: names would begin with its attribute's name.
+        # object.__setattr__ keeps the model from becoming a submodule, whose name would prefix every parameter's.
         object.__setattr__(self, "_model", model)
         for tree in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", *STATE_HOOKS):
             object.__setattr__(self, tree, getattr(model, tree))
@@ -154,44 +154,44 @@ class CompiledModule(Savable, Reported, nn.Module):
         object.__setattr__(self, "_tree", Tree(model, engine, sites, retired))
         object.__setattr__(self, "_model_state", state)
         self._tree.face = self
-        # With the signature of the model's own, by which trainers tell what of a batch it takes.
+        # Trainers read the signature to choose the entries of a batch that the model takes.
         object.__setattr__(self, "forward", _forward_like(model, self._tree))
         replace_state_dict(model, model_state_of)
         vars(model)[IGNORED_BY_DDP] = _NotWrapped(type(model).__name__)
-        watch_optimizers(self._tree, runtime, dict(retired))  # as long as there is a module to call
+        watch_optimizers(self._tree, runtime, dict(retired))  # for the lifetime of the tree
 
     # -- calling --------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model. Collective: every rank calls it, with batches of its own of any size.
+        """Call the model. Collective: every rank calls it, each with its own batch of any size.
 
-        What cannot be traced into one graph runs as several programs with Python between them, and a warning says so.
+        A model that cannot be traced into one graph runs as several programs with Python between them, with a warning.
 
         Raises:
             CaptureError: the model's graph cannot be sharded.
-            ProgramError, PipelineError: the rewriting went wrong; nothing has run.
-            AgreementError: another rank runs other communications.
-            ParameterError: a parameter was replaced since `zcompile.compile`, or is read where it is not full.
+            ProgramError, PipelineError: a pass failed; nothing has run.
+            AgreementError: another rank would run different communications.
+            ParameterError: a parameter was replaced after `zcompile.compile`, or is read while it is not gathered.
         """
         return self._tree.run(self._tree.root, args, kwargs)
 
     def no_sync(self, *, full_gradients: bool = False) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients over micro-batches: `with compiled.no_sync(): compiled(batch).backward()`.
 
-        Stages 0 and 1, which keep full gradients, communicate nothing in such a backward; the next one outside reduces
-        the sum. Until then `.grad` shows this rank's own gradients (under stage 1 as a DTensor placed `Partial`), and
-        an optimizer's step is refused. Stages 2 and 3 reduce each micro-batch into the shards, as without `no_sync`:
-        full gradients are what they do without. What counts is where the backward runs.
+        Stages 0 and 1 keep full gradients and communicate nothing in such a backward; the next backward outside reduces
+        the sum. Until then `.grad` is this rank's local gradient (in stage 1 a DTensor placed `Partial`), and an
+        optimizer step raises. Stages 2 and 3 never keep full gradients: they reduce each micro-batch into the shards,
+        with or without `no_sync`. The context matters around the backward, not around the forward.
 
         Args:
-            full_gradients: Let stages 2 and 3 keep full gradients, too, as FSDP2 does: a whole model's memory more on
-                each rank, and less to send.
+            full_gradients: In stages 2 and 3 also keep full gradients, as FSDP2 does: each rank sends less, and needs
+                memory for the gradients of the whole model.
         """
         return self._engine.runtime.no_sync(full_gradients=full_gradients)
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """False where backwards accumulate, as in `no_sync`; DistributedDataParallel's, for loops that set it."""
+        """False while backwards accumulate, as in `no_sync`. For loops that set DistributedDataParallel's attribute."""
         return not self._engine.runtime.accumulates
 
     @require_backward_grad_sync.setter
@@ -199,15 +199,15 @@ class CompiledModule(Savable, Reported, nn.Module):
         self._engine.runtime.accumulate(not wanted)
 
     def unsharded(self) -> contextlib.AbstractContextManager[None]:
-        """Parameters full, and the plain model in the place of programs: `with compiled.unsharded(): generate()`.
+        """Gather all parameters and run the plain model: `with compiled.unsharded(): generate()`.
 
-        To evaluate, or to generate text: parameters are gathered once, and inside nothing is communicated, so that
-        each rank may call the model, its modules and methods as often as it likes, and read parameters and
-        `state_dict()`, which are whole. There is nothing to train inside, nor to write to. Collective where it begins.
+        For evaluation and text generation: parameters are gathered once, on entry, which is collective. Inside, nothing
+        is communicated: each rank may call the model, its submodules and methods independently, and read whole
+        parameters and a whole `state_dict()`. Training and writing to parameters are not allowed.
 
         Raises:
-            OptionError: full parameters are more than the memory limit; or this is within a call of the model.
-            ParameterError: at its end: a parameter was written to.
+            OptionError: the full parameters exceed the memory limit, or this is called within a call of the model.
+            ParameterError: on exit, if a parameter was written to.
         """
         return self._tree.unsharded()
 
@@ -219,21 +219,21 @@ class CompiledModule(Savable, Reported, nn.Module):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CompiledModule:
-        """Convert to other dtypes, as `to`, `half` and the like ask for, before anything is trained or compiled.
+        """Convert dtypes, for `to`, `half` and the like, as long as nothing has been trained or compiled.
 
-        Nothing is done where nothing would change.
+        Does nothing if nothing would change.
 
         Raises:
-            ParameterError: it cannot be moved, or not be converted any more; nothing has changed.
+            ParameterError: `fn` moves tensors, or it is too late to convert; nothing has changed.
         """
-        made = kinds_made(self, fn)
+        kinds = kinds_made(self, fn)
         ours = self._engine.runtime.communicator.device
-        for (dtype, device), one in made.items():
+        for (dtype, device), one in kinds.items():
             if one.device not in (device, ours):
-                problem = f"has tensors of {dtype} on {device}, and a sharded model cannot be moved"
+                problem = f"has {dtype} tensors on {device}, and a sharded model cannot be moved"
                 raise ParameterError(type(self._model).__name__, problem, "move the model before zcompile.compile")
-        if any(one.dtype != dtype for (dtype, _), one in made.items()):
-            self._convert({dtype: one.dtype for (dtype, _), one in made.items()}, fn)
+        if any(one.dtype != dtype for (dtype, _), one in kinds.items()):
+            self._convert({dtype: one.dtype for (dtype, _), one in kinds.items()}, fn)
         return self
 
     def _convert(self, dtypes: Mapping[torch.dtype, torch.dtype], fn: Callable[..., Any]) -> None:
@@ -241,7 +241,7 @@ class CompiledModule(Savable, Reported, nn.Module):
         runtime, sites = self._engine.runtime, self._tree.sites
         reason = runtime.why_not_converted()
         if any(isinstance(one.method, OwnDtype) for one in self._tree.interceptors):
-            reason = "modules that keep_dtype= names compute in the dtypes that it has"
+            reason = "the modules that keep_dtype= names compute in its present dtypes"
         if reason:
             problem = f"cannot be converted: {reason}"
             fix = "convert the model before zcompile.compile; to compute in bfloat16, give it dtype="
@@ -258,39 +258,39 @@ class CompiledModule(Savable, Reported, nn.Module):
             parameter.data = fn(parameter.data)
 
     def compile(self, *_: Any, **__: Any) -> None:
-        """Do nothing: it is compiled already."""
+        """Do nothing: the module is compiled already."""
 
     def __new__(cls, model: nn.Module, *_: Any) -> CompiledModule:
-        """An instance of a class that can be indexed, iterated and the like as the model's can."""
+        """Make an instance that can be indexed, iterated and so on if the model can: see `_CONTAINER`."""
         special = {name: _special(name) for name in _CONTAINER if hasattr(type(model), name)}
         return super().__new__(type(cls.__name__, (cls,), special) if special else cls)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The model's class, so that `isinstance(compiled, type(model))` holds, as it does of FSDP2's modules."""
+        """The model's class, so that `isinstance(compiled, type(model))` is true, as for FSDP2's modules."""
         model = vars(self).get("_model")
         return type(self) if model is None else type(model)
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         fix = "save compiled.full_state_dict(), or a checkpoint: compiled.save_checkpoint(folder)"
-        raise ModelError(type(self._model).__name__, "is compiled, and is not pickled", fix)
+        raise ModelError(type(self._model).__name__, "is compiled, and cannot be pickled", fix)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
-        """A compiled model of its own, with shards, buffers and programs of its own. Collective.
+        """Return an independent compiled model, with its own shards, buffers and programs. Collective.
 
         Raises:
-            StateError: it is within `unsharded()`.
+            StateError: within `unsharded()`.
         """
         self._check_sharded()
-        memo[id(self)] = made = _copied(self._model, self._tree, memo)
+        memo[id(self)] = copied = _copied(self._model, self._tree, memo)
         kept = ("training", "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", *STATE_HOOKS)
         for name in vars(nn.Module()).keys() - {*kept}:  # hooks
-            object.__setattr__(made, name, copy.deepcopy(vars(self)[name], memo))
-        object.__setattr__(made, "training", self.training)
-        return made
+            object.__setattr__(copied, name, copy.deepcopy(vars(self)[name], memo))
+        object.__setattr__(copied, "training", self.training)
+        return copied
 
     def __copy__(self) -> NoReturn:
-        fix = "take the model itself, or copy.deepcopy of it, which has shards of its own"
+        fix = "use the model itself, or copy.deepcopy(model), which has its own shards"
         raise ModelError(type(self._model).__name__, "is compiled, and a shallow copy would share its shards", fix)
 
     def __getattr__(self, name: str) -> Any:
@@ -298,20 +298,20 @@ class CompiledModule(Savable, Reported, nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             model = object.__getattribute__(self, "_model")
-            # Where DistributedDataParallel has the model, for scripts that unwrap it.
+            # `module` is DistributedDataParallel's name for the wrapped model; some scripts unwrap it.
             return model if name == "module" and not hasattr(model, name) else getattr(model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the model, unless it is this module's own; programs that read it are traced again.
+        """Set an attribute of the model, or of this module if it is its own. Programs that read it are traced again.
 
         Raises:
-            ParameterError: the value is a parameter, or a module with parameters, that was never sharded; or the model
-                has an attribute of a name that means something else here.
+            ParameterError: the value is a parameter, or a module with parameters, that was never sharded; or the
+                compiled module has an attribute of the same name with another meaning.
         """
         ours = hasattr(CompiledModule, name) and not hasattr(nn.Module, name)
         if ours and hasattr(self._model, name):
             problem = f"has an attribute {name!r}, which is something else on the compiled module"
-            fix = "keep the model that was given to zcompile.compile, and set it there: model.NAME = value"
+            fix = "keep a reference to the model that was given to zcompile.compile, and set model.NAME there"
             raise ParameterError(type(self._model).__name__, problem, fix)
         if self._is_own(name):
             super().__setattr__(name, value)
@@ -335,9 +335,9 @@ class CompiledModule(Savable, Reported, nn.Module):
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own: this rank's shards as DTensors (plain tensors in stage 0), and the persistent buffers.
+        """The model's state dict: this rank's shards as DTensors (plain tensors in stage 0), and persistent buffers.
 
-        With shards it is not pickled, as `torch.save` would: what reads the file would have a part of the state.
+        With shards, pickling it raises, as in `torch.save`: the file would hold only a part of the state.
         """
         state = self._model.state_dict(*args, **kwargs)
         for name, value in state.items():
@@ -346,21 +346,21 @@ class CompiledModule(Savable, Reported, nn.Module):
         return state if args or "destination" in kwargs else model_state_of(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what `state_dict` gives, or plain tensors that are whole. Collective; nothing is communicated.
+        """Load a result of `state_dict`, or whole plain tensors. Collective, but nothing is communicated.
 
-        Values are copied into the shards, with `assign` too: optimizers hold these.
+        Values are copied into the shards, even with `assign`, because optimizers hold the shards.
 
-        Returns what `nn.Module.load_state_dict` does: the names that were missing or unexpected, with `strict=False`.
+        Returns the missing and unexpected keys, as `nn.Module.load_state_dict` does.
 
         Raises:
-            StateError: on every rank, and before anything is written: a name, shape or dtype that does not fit.
+            StateError: a name, shape or dtype does not match; raised on every rank, before anything is written.
         """
         return self._load_into(self._model, state_dict, strict)
 
     def _load_into(
         self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load into a module of the model, or all of it."""
+        """Load into `module`: the model or one of its submodules."""
         self._check_sharded()
         return self._model_state.of(module).load(state_dict, strict)
 
@@ -370,9 +370,9 @@ class CompiledModule(Savable, Reported, nn.Module):
 
     def _check_sharded(self) -> None:
         if self._engine.runtime.is_full:
-            problem = "is within unsharded(), where its parameters are no shards"
+            problem = "is within unsharded(), where its parameters are not sharded"
             raise StateError(
-                type(self._model).__name__, problem, "save and load outside; inside, state_dict() is whole"
+                type(self._model).__name__, problem, "save and load outside of it; inside, state_dict() is whole"
             )
 
     # -- looking inside -------------------------------------------------------------------------------------------
@@ -389,17 +389,17 @@ class CompiledModule(Savable, Reported, nn.Module):
 
     @property
     def journals(self) -> list[Journal]:
-        """What the pipeline did to each program, pass by pass."""
+        """The changes that the pipeline made to each program, pass by pass."""
         return self._engine.journals
 
     @property
     def programs(self) -> list[Program]:
-        """The rewritten programs in the order of their capture: forward, backward (if any), forward, ..."""
+        """The rewritten programs in order of capture: forward, backward (if any), forward, ..."""
         return self._engine.programs
 
     @property
     def traffic(self) -> TrafficMeter:
-        """What this rank's collectives have sent so far, and how long it waited for them."""
+        """Bytes that this rank's collectives have sent so far, and seconds that it waited for them."""
         return self._engine.runtime.communicator.traffic
 
     def _shown(self) -> Reports:

@@ -1,4 +1,4 @@
-"""The errors zcompile raises: each names a thing, what is wrong with it, and the fix."""
+"""The errors that zcompile raises: each names a subject, the problem with it, and the fix."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class ZcompileError(RuntimeError):
     """Base of every error that zcompile raises on purpose.
 
     Args:
-        subject: What it is about: an option, a parameter, a module path, a line of a program.
-        problem: What is wrong there.
-        fix: What the reader can do.
+        subject: An option, a parameter, a module path or a line of a program.
+        problem: What is wrong with the subject.
+        fix: What the user can do.
     """
 
     def __init__(self, subject: str, problem: str, fix: str) -> None:
@@ -26,33 +26,33 @@ class ZcompileError(RuntimeError):
         super().__init__(f"{subject}: {_sentence(problem)}\n  Fix: {_sentence(fix)}")
 
     def __reduce__(self) -> tuple[type[ZcompileError], tuple[str, str, str]]:
-        """Pickled by what it was made from, so that it can come from another rank."""
+        """Pickle the constructor's arguments, so that the error can be sent to another rank."""
         return type(self), (self.subject, self.problem, self.fix)
 
 
 def _sentence(text: str) -> str:
-    """`text` with a full stop, but for one that has its own, or ends in lines that are shown."""
+    """`text` with a full stop, unless it has end punctuation or spans several lines."""
     return text if text.endswith((".", "!", "?")) or "\n" in text else f"{text}."
 
 
 class VersionError(ZcompileError, ImportError):
-    """The torch that is installed is none of those that zcompile runs on."""
+    """The installed release of torch is not supported."""
 
 
 class OptionError(ZcompileError, ValueError):
-    """An option of `zcompile.compile` or `zcompile.pipeline` that cannot be meant."""
+    """An option of `zcompile.compile` or another function is invalid."""
 
 
 class ModelError(ZcompileError, ValueError):
-    """A model that cannot be sharded: no parameters, several devices, shared storage."""
+    """A model cannot be sharded: it has no parameters, several devices, or shared storage."""
 
 
 class GroupError(ZcompileError):
-    """The process group or the mesh is missing or does not fit."""
+    """The process group or the mesh is missing or unsuitable."""
 
 
 class AgreementError(ZcompileError):
-    """The ranks hold different models or would run different communications."""
+    """The ranks have different models, or would run different communications."""
 
 
 class CaptureError(ZcompileError):
@@ -64,79 +64,79 @@ class ParameterError(ZcompileError):
 
 
 class OptimizerError(ZcompileError):
-    """An optimizer holds parameters from before `zcompile.compile`."""
+    """An optimizer does not fit the compiled model: it holds other parameters, or has an unsupported step."""
 
 
 class StateError(ZcompileError):
-    """A state dict or a checkpoint that is not this model's or optimizer's, is damaged, or cannot be written."""
+    """A state dict or checkpoint does not match the model or optimizer, is damaged, or cannot be written."""
 
 
 class BackwardError(ZcompileError):
-    """A backward that would compute a wrong gradient: a freed graph, or parameters changed since the forward."""
+    """A backward would compute wrong gradients: its graph was freed, or parameters changed after the forward."""
 
 
 class TimelineError(ZcompileError):
-    """A timeline was read before a step had ended."""
+    """A timeline was read before any step had finished."""
 
 
 class ProfileError(ZcompileError, ValueError):
-    """A hardware profile that cannot be read, or whose figures cannot be meant."""
+    """A hardware profile cannot be read, or has invalid figures."""
 
 
 class SubjectError(ZcompileError, ValueError):
-    """What a command is given names no model, or one that cannot be made."""
+    """The subject of a command is not a model, script or config, or the model cannot be made."""
 
 
 class PipelineError(ZcompileError):
-    """A pass is missing, misnamed, or stands where its requirements cannot hold."""
+    """A pass is missing, misnamed, or at a position where its requirements cannot hold."""
 
 
 class ProgramError(ZcompileError):
-    """A program failed a fact; the message points at the line."""
+    """A program violates a fact; the message points at the line."""
 
 
 class ProofError(ZcompileError):
-    """A text does not compute, or send, what it should."""
+    """The text of a program does not compute or send what it should."""
 
 
 class ParseError(ZcompileError, ValueError):
-    """A text is not a printed program."""
+    """A text is not a valid printed program."""
 
 
 class ReplayError(ZcompileError):
-    """A recording that is missing, damaged, incomplete or of other versions, or has no such line."""
+    """A recording is missing, damaged, incomplete, made by other versions, or lacks the requested line."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """The advice for a misspelt name: the nearest choice first, then all of them (the first dozen of many)."""
-    known = sorted(map(str, choices))  # of an enumeration, the texts that are given
+    """Advice for a misspelt name: the nearest choice, then all choices, or the first twelve and a count."""
+    known = sorted(map(str, choices))  # str() for members of enumerations
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     more = f" and {len(known) - 12} more" if len(known) > 12 else ""
     return (f"did you mean {close[0]!r}? " if close else "") + f"choose from {', '.join(map(repr, known[:12]))}{more}"
 
 
-_BETWEEN = ("zcompile", "torch", "contextlib", "functools")
-"""Packages whose lines say nothing of what a user has done."""
-_OF_PASSES = (ParseError, PipelineError, ProgramError, ProofError)
-"""Errors of passes, for whose authors each line of ours says something."""
+_HIDDEN_PACKAGES = ("zcompile", "torch", "contextlib", "functools")
+"""Packages whose frames tell a user nothing about their own code."""
+_PASS_ERRORS = (ParseError, PipelineError, ProgramError, ProofError)
+"""Errors of passes: their authors need zcompile's own frames."""
 
 
 def shortened(error: ZcompileError) -> ZcompileError:
-    """`error`, to be raised again where it is caught, without the lines of ours and of torch in its traceback."""
-    if isinstance(error, _OF_PASSES) or error.__traceback__ is None:
+    """`error` without the frames of zcompile and torch in its traceback; the caller raises it again."""
+    if isinstance(error, _PASS_ERRORS) or error.__traceback__ is None:
         return error
     return error.with_traceback(_without(error.__traceback__.tb_next))
 
 
 def briefly(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`function`, whose errors have short tracebacks: see `shortened`."""
+    """Decorate `function` so that its errors have short tracebacks: see `shortened`."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         try:
             return function(*args, **kwargs)
         except ZcompileError as error:
-            raise shortened(error)  # noqa: B904  # the same one, with the causes that it has
+            raise shortened(error)  # noqa: B904  # the same object, so it keeps its cause
 
     return call
 
@@ -147,6 +147,6 @@ def _without(traceback: TracebackType | None) -> TracebackType | None:
     rest, frame = _without(traceback.tb_next), traceback.tb_frame
     package = frame.f_globals.get("__name__", "").partition(".")[0]
     generated = frame.f_code.co_filename.startswith("<") and not frame.f_code.co_filename.startswith("<zcompile ")
-    if package in _BETWEEN or generated:
+    if package in _HIDDEN_PACKAGES or generated:
         return rest
     return TracebackType(rest, frame, traceback.tb_lasti, traceback.tb_lineno)

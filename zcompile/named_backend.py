@@ -1,7 +1,7 @@
-"""What `torch.compile(model, backend="zcompile")` finds by that name, and loads when it is called.
+"""The entry point of `torch.compile(model, backend="zcompile")`, which torch loads by that name.
 
-Where Dynamo compiles nothing of the model it never calls the backend, and each rank would train by itself. So from here
-on, steps of optimizers are looked at; nothing else would ever tell.
+If Dynamo compiles no graph of the model, it never calls the backend, and each rank would train alone. So importing this
+module installs a check before every optimizer step; nothing else would notice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zcompile.torch_backend import compiler, refuse_unseen
 __all__ = ["compiler"]
 
 _OTHERS: WeakSet[Optimizer] = WeakSet()
-"""Optimizers that hold nothing of a module which was given to the backend."""
+"""Optimizers without parameters of a module that was given to the backend."""
 
 
 def _before(optimizer: Optimizer, *_: object) -> None:

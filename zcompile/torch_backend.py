@@ -2,9 +2,9 @@
 
     model = torch.compile(model, backend=zcompile.backend(stage=3))        # or backend="zcompile", options={"stage": 3}
 
-A backend sees graphs, not modules. So parameters are sharded when a graph first brings them. The module keeps its
-`nn.Parameter` objects, whose memory is given up: their `.grad` is that of the shards, `state_dict()` shows the shards,
-and an optimizer over them is pointed at the shards when it first steps.
+A backend sees graphs, not modules, so a parameter is sharded when it first appears as an input of a graph. The module
+keeps its `nn.Parameter` objects, whose memory is freed: their `.grad` is the shards' gradient, `state_dict()` returns
+the shards, and an optimizer that holds them is moved to the shards at its first step.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from zcompile.torch_internals.sizes import of_fixed_sizes
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A parameter that has been sharded: the user's object, and what graphs are given in its place."""
+    """A parameter that has been sharded: the user's object, and the placeholder that graphs take instead."""
 
     name: str
     parameter: nn.Parameter
@@ -74,7 +74,7 @@ class _Known:
 
 
 class Backend(Reported):
-    """A backend for `torch.compile` that shards the parameters of what it compiles; made by `zcompile.backend`."""
+    """A backend for `torch.compile` that shards the parameters of the graphs it compiles; see `zcompile.backend`."""
 
     __name__ = "zcompile"
 
@@ -83,11 +83,11 @@ class Backend(Reported):
         self._known: dict[int, _Known] = {}
         self._engine: Engine | None = None
         self._stepping: weakref.ref[Optimizer] | None = None
-        """The optimizer whose step runs now: its closure may be what first calls the model."""
+        """The optimizer whose step is running: its closure may make the first call of the model."""
         self._hidden: dict[int, torch.Tensor] = {}
         self._nan: dict[torch.dtype, torch.Tensor] = {}
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Optimizers that hold nothing of a module which was given to this backend."""
+        """Optimizers without parameters of a module that was given to this backend."""
         self._watch_steps()
 
     # -- compiling ------------------------------------------------------------------------------------------------
@@ -96,23 +96,23 @@ class Backend(Reported):
         """Compile one of Dynamo's graphs. Collective.
 
         Raises:
-            ModelError: a parameter that cannot be sharded in place.
-            CaptureError: the code writes to a parameter, or returns one.
+            ModelError: a parameter cannot be sharded in place.
+            CaptureError: the code writes to a parameter or returns one.
         """
         self._around_compiling.ensure()
-        self._take_in(module, inputs)
+        self._shard_new(module, inputs)
         if self._engine is None:
             return compile_plainly(module, inputs, self.options.backend)
         context = tracing_context()
         floats = {read.args[0] for read in varying_floats(module.graph)}
         for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
-            if node in floats:  # by the tensor that stands for it, torch knows the symbol of a float
+            if node in floats:  # torch finds the symbol of a float by the tensor that stands for it
                 node.meta["example_value"] = value
         bound: dict[tuple[str, ...], Callable[..., Any]] = {self._names(inputs): self._compile(module, inputs)}
 
         def run(*args: Any) -> Any:
-            # Dynamo guards on the kind of a parameter, not on which one it is: equal blocks come with one graph.
-            self._take_in(module, args)
+            # Dynamo's guards do not tell apart parameters of equal shape and dtype: equal blocks share one graph.
+            self._shard_new(module, args)
             names = self._names(args)
             if names not in bound:
                 with retracing(context):
@@ -154,13 +154,13 @@ class Backend(Reported):
         call.watch(result, args)
         call.end(result)
         if not torch.is_grad_enabled():
-            engine.runtime.lockstep.check()  # behind a training step, delivery does it
+            engine.runtime.lockstep.check()  # after a backward, delivery does it
         return result
 
     # -- sharding -------------------------------------------------------------------------------------------------
 
-    def _take_in(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        """Shard the parameters among `inputs` that are new."""
+    def _shard_new(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """Shard those parameters among `inputs` that are not sharded yet."""
         fresh: dict[str, nn.Parameter] = {}
         kept: set[str] = set()
         normalising = _normalising(module)
@@ -169,7 +169,7 @@ class Backend(Reported):
             if isinstance(value, nn.Parameter) and id(value) not in self._known:
                 name = path = path_of_input(node)
                 number = 1
-                while name in taken or name in fresh:  # graphs of several modules name theirs alike
+                while name in taken or name in fresh:  # graphs of several modules may use the same names
                     number += 1
                     name = f"{path}_{number}"
                 fresh[name] = value
@@ -187,12 +187,12 @@ class Backend(Reported):
         self._shard(engine, fresh, kept)
 
     def _make_engine(self, fresh: Mapping[str, nn.Parameter], kept: Set[str]) -> Engine:
-        """The engine of all graphs; what shard="auto" leaves to be chosen is by the parameters of the first one."""
+        """The engine of all graphs. `shard="auto"` is decided by the parameters of the first graph."""
         mesh = resolve_mesh(self.mesh, device := next(iter(fresh.values())).device)
         remarks = list[str]()
         with propagate_failure(lambda: ranks_of(mesh)):
             if self.options.shard == AUTO:
-                self.options, remarks = self._settled(Communicator(mesh, device), fresh, kept)
+                self.options, remarks = self._with_chosen_shard(Communicator(mesh, device), fresh, kept)
             data = data_ranks(mesh, device, self.options)
             check_dimensions(self.options.shard, self.options.outer_dtype, data.mesh.ndim)
         agreement = Agreement(data)
@@ -203,7 +203,7 @@ class Backend(Reported):
         watch_optimizers(self, engine.runtime, {})
         return engine
 
-    def _settled(
+    def _with_chosen_shard(
         self, data: Communicator, fresh: Mapping[str, nn.Parameter], kept: Set[str]
     ) -> tuple[Options, list[str]]:
         """See `choose_shard`."""
@@ -216,7 +216,7 @@ class Backend(Reported):
         return choose_shard(self.options, data, over, held=sum(param.nbytes for param in fresh.values()))
 
     def _watch_steps(self) -> None:
-        """Call back before and after steps of optimizers and what Dynamo compiles, as long as this backend lives."""
+        """Hook optimizer steps and Dynamo's compilations, before and after, for the lifetime of this backend."""
         weak = weakref.ref(self)
 
         def calling(method: Callable[..., None]) -> Callable[..., None]:
@@ -235,13 +235,13 @@ class Backend(Reported):
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         self._stepping = weakref.ref(optimizer)
-        self._point(optimizer)
+        self._move_to_shards(optimizer)
 
     def _after_step(self, *_: object) -> None:
         self._stepping = None
 
     def _shard(self, engine: Engine, fresh: Mapping[str, nn.Parameter], kept: Set[str]) -> None:
-        """Shard parameters that are new; those in `kept` are computed with in their own dtype."""
+        """Shard the parameters in `fresh`; parameters in `kept` are gathered in their own dtype."""
         layout, communicator = engine.runtime.layout, engine.runtime.communicator
         blocks, precision = blocks_of_names(fresh), self.options.precision
         taken = {identifier(unit.name) for unit in layout.units}
@@ -270,10 +270,10 @@ class Backend(Reported):
         self._known |= made
         stepping = self._stepping() if self._stepping else None
         if stepping is not None:
-            self._point(stepping)
+            self._move_to_shards(stepping)
 
     def _make_nan(self, params: Iterable[nn.Parameter]) -> None:
-        """One piece of memory for each dtype, large enough for any of `params`, that all of them show."""
+        """Fill one buffer per dtype with NaN, large enough for the largest parameter; all parameters view it."""
         for param in sorted(params, key=nn.Parameter.numel, reverse=True):
             if param.dtype not in self._nan or self._nan[param.dtype].numel() < param.numel():
                 self._nan[param.dtype] = torch.full((param.numel(),), torch.nan, device=param.device).to(param.dtype)
@@ -281,30 +281,30 @@ class Backend(Reported):
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def _hide_gradients(self, *_: object) -> None:
-        """While Dynamo traces: it cannot take a plain parameter whose `.grad` is a DTensor."""
-        for twin in self._twins():
-            if twin.grad is not None:
-                self._hidden[id(twin)] = twin.grad
-                twin.grad = None
+        """Detach gradients while Dynamo traces: it cannot handle a plain parameter whose `.grad` is a DTensor."""
+        for parameter in self._user_parameters():
+            if parameter.grad is not None:
+                self._hidden[id(parameter)] = parameter.grad
+                parameter.grad = None
 
     def _show_gradients(self, *_: object) -> None:
-        for twin in self._twins():
-            if id(twin) in self._hidden:
-                twin.grad = self._hidden.pop(id(twin))
+        for parameter in self._user_parameters():
+            if id(parameter) in self._hidden:
+                parameter.grad = self._hidden.pop(id(parameter))
 
-    def _twins(self) -> Iterator[nn.Parameter]:
+    def _user_parameters(self) -> Iterator[nn.Parameter]:
         for unit in self.engine.runtime.shards.values() if self._engine else ():
             yield from unit.user_params.values()
 
     # -- optimizers -----------------------------------------------------------------------------------------------
 
-    def _point(self, optimizer: Optimizer) -> None:
-        """Point an optimizer at the shards of parameters that it holds.
+    def _move_to_shards(self, optimizer: Optimizer) -> None:
+        """Replace the parameters that an optimizer holds by their shards.
 
         Raises:
-            OptimizerError: it holds others that have a gradient, which nobody has averaged: of a module that this
-                backend was given for, or beside those that it has sharded.
-            ParameterError: a parameter was given a gradient that is no shard's.
+            OptimizerError: it also holds unsharded parameters with a gradient, which nobody has averaged: either mixed
+                with sharded parameters, or of a module that was compiled with this backend.
+            ParameterError: a plain tensor was assigned to the `.grad` of a sharded parameter.
         """
         known = self._known.keys() | {id(param) for param in self.shards().values()}
         if not any(id(param) in known for param in parameters_held(optimizer)):
@@ -329,41 +329,41 @@ class Backend(Reported):
         if self.engine.runtime.layout.world > 1:
             for index, param in enumerate(parameters_held(optimizer)):
                 if id(param) not in known and _is_plain(param):
-                    problem = "was in no compiled graph, so its gradient is this rank's own"
+                    problem = "is in no compiled graph, so its gradient is not averaged over the ranks"
                     fix = "let torch.compile trace the code that reads it, or use zcompile.compile"
                     raise OptimizerError(f"parameter {index} of {type(optimizer).__name__}", problem, fix)
 
     def _follow_users(self) -> None:
-        """Take over what the user did to the parameters that he knows.
+        """Apply the user's changes of `.grad` of the original parameters to the shards.
 
-        A gradient dropped from a parameter or from its shard is dropped from both; one put in its place is the shard's.
+        A gradient set to None on a parameter or its shard is set to None on both; a new one is assigned to the shard.
 
         Raises:
-            ParameterError: a gradient that is no shard's, or a hook that would not run.
+            ParameterError: the gradient is a plain tensor, or a parameter has a hook, which would not run.
         """
         units = self.engine.runtime.shards.values()
         if found := with_gradient_hooks([known.parameter for known in self._known.values()]):
             raise hooked(next(known.name for known in self._known.values() if known.parameter is found[0]))
         with no_torch_function():
-            pairs = [(name, unit.parameters[name], twin) for unit in units for name, twin in unit.user_params.items()]
+            pairs = [(name, unit.parameters[name], user) for unit in units for name, user in unit.user_params.items()]
             pairs = [pair for pair in pairs if pair[1].grad is not pair[2].grad]
-        for name, shard, twin in pairs:
-            if shard.grad is None or twin.grad is None:
-                shard.grad = twin.grad = None
-            elif isinstance(twin.grad, DTensor):
-                shard.grad = twin.grad
+        for name, shard, parameter in pairs:
+            if shard.grad is None or parameter.grad is None:
+                shard.grad = parameter.grad = None
+            elif isinstance(parameter.grad, DTensor):
+                shard.grad = parameter.grad
             else:
-                fix = "change its gradient in place, or put a DTensor there that was computed from it"
-                raise ParameterError(name, "has a plain tensor in .grad, which is no shard's gradient", fix)
+                fix = "change the gradient in place, or assign a DTensor computed from it"
+                raise ParameterError(name, "has a plain tensor in .grad, which cannot be a shard's gradient", fix)
 
     # -- looking inside -------------------------------------------------------------------------------------------
 
     @property
     def engine(self) -> Engine:
-        """What runs the programs.
+        """The engine that runs the programs.
 
         Raises:
-            ModelError: nothing was compiled so far.
+            ModelError: nothing has been compiled yet.
         """
         if self._engine is None:
             raise ModelError("zcompile.backend", "has compiled nothing yet", "call the model first")
@@ -371,11 +371,11 @@ class Backend(Reported):
 
     @property
     def programs(self) -> list[Program]:
-        """The rewritten programs in the order of their capture."""
+        """The rewritten programs in order of capture."""
         return self.engine.programs
 
     def shards(self) -> dict[str, nn.Parameter]:
-        """The shards by name, as far as graphs have brought them."""
+        """The shards by name, of the parameters that graphs have taken so far."""
         shards = self._engine.runtime.shards.values() if self._engine else ()
         return {name: param for unit in shards for name, param in unit.parameters.items()}
 
@@ -393,47 +393,47 @@ def backend(
     backend: str = "inductor",
     **options: Unpack[BackendOptions],
 ) -> Backend:
-    """A backend for `torch.compile(model, backend=zcompile.backend(stage=3))`; arguments as of `zcompile.compile`.
+    """Make a backend for `torch.compile(model, backend=zcompile.backend(stage=3))`; options as for `zcompile.compile`.
 
-    Parameters are sharded when the first call brings them, from the values of the mesh's first rank. The model keeps
-    its own `nn.Parameter` objects; their gradients are the shards', an optimizer over them is pointed at the shards at
-    its first step, `clip_grad_norm_` and `state_dict()` see shards. Code outside of compiled graphs that reads one, or
-    writes to it, is refused by name.
+    Parameters are sharded in the first call that uses them, from the values of the mesh's first rank. The model keeps
+    its own `nn.Parameter` objects: their gradients are the shards', an optimizer that holds them is moved to the shards
+    at its first step, and `clip_grad_norm_` and `state_dict()` see the shards. Code outside of compiled graphs that
+    reads or writes a parameter raises an error that names the parameter.
 
     Raises:
-        OptionError: a stage, prefetch, dtype or backend that cannot be meant.
-        PipelineError: a pass that is unknown, missing or out of place.
-        GroupError: a mesh of several dimensions, or one that leaves ranks out.
+        OptionError: an unknown option, or an invalid stage, prefetch, dtype or backend.
+        PipelineError: a pass is unknown, missing or out of place.
+        GroupError: the mesh has an unsupported shape, or leaves ranks out.
     """
     given = {**locals(), **options}
     check_known(options, _NAMES, "zcompile.backend")
-    asked = Options.among(given)
+    parsed = Options.among(given)
     if mesh is not None:
         check_mesh(mesh)
-    return Backend(asked, mesh)
+    return Backend(parsed, mesh)
 
 
 _NAMES = names_of(backend, BackendOptions)
 
 
 def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Any:
-    """What `torch.compile(model, backend="zcompile", options={...})` calls, once for every graph.
+    """Compile one graph for `torch.compile(model, backend="zcompile", options={...})`. Collective.
 
     Raises:
-        OptionError: an option that `zcompile.backend` does not have.
+        OptionError: `zcompile.backend` does not have this option.
     """
     for option in options or {}:
         if option in _NAMES:
             continue
         if option in ("optimizer", *ModuleOptions.__annotations__):
-            fix = "call zcompile.compile(model, ...) with it in place of torch.compile"
-            raise OptionError(f"options[{option!r}]", "is an option of zcompile.compile alone, which sees modules", fix)
-        raise OptionError(f"options[{option!r}]", "there is no such option", nearest(option, _NAMES))
+            fix = "call zcompile.compile(model, ...) instead of torch.compile"
+            raise OptionError(f"options[{option!r}]", "is an option of zcompile.compile only, which sees modules", fix)
+        raise OptionError(f"options[{option!r}]", "is not an option of zcompile.backend", nearest(option, _NAMES))
     return _backend_of(inputs, options or {})(module, inputs)
 
 
 def _backend_of(inputs: Sequence[Any], options: Mapping[str, Any]) -> Backend:
-    """The backend of the module that a graph is of, by the parameters among its `inputs`; one for all of its graphs."""
+    """The backend shared by all graphs of a module, found by the parameters among the `inputs` of one of its graphs."""
     params = {id(value): value for value in inputs if isinstance(value, nn.Parameter)}
     known = next(filter(None, map(_backend_that_has, params.values())), None)
     if known is not None:
@@ -449,19 +449,19 @@ def _backend_of(inputs: Sequence[Any], options: Mapping[str, Any]) -> Backend:
 
 
 def _backend_that_has(param: nn.Parameter) -> Backend | None:
-    """The living backend that has sharded a parameter, or another one of its module."""
+    """The backend that has sharded a parameter or another of the same module; None if there is none (any more)."""
     known: weakref.ref[Backend] | None = getattr(param, "zcompile_backend", None)
     return None if known is None else known()
 
 
 def refuse_unseen(optimizer: Optimizer, backends: Sequence[object], others: weakref.WeakSet[Optimizer]) -> None:
-    """Refuse a step over parameters of a module that was given to one of `backends`, where no graph has brought them.
+    """Refuse a step over parameters that are in no compiled graph, of a module that was given to one of `backends`.
 
-    Dynamo runs what it does not trace as it is: nobody averages such gradients. An optimizer that holds none of them,
-    but something with a gradient, is added to `others`, so as not to be looked at again.
+    Code that Dynamo does not trace runs eagerly, and nobody averages its gradients. An optimizer that holds gradients,
+    but of no such parameter, is added to `others`, and need not be checked again.
 
     Raises:
-        OptimizerError: it holds one of them.
+        OptimizerError: the optimizer holds such a parameter.
     """
     params = {id(param) for param in parameters_held(optimizer) if _is_plain(param)}
     if not params:
@@ -469,14 +469,14 @@ def refuse_unseen(optimizer: Optimizer, backends: Sequence[object], others: weak
     for module in modules_given_to(backends):
         for name, param in module.named_parameters():
             if id(param) in params:
-                problem = "was in no compiled graph, so its gradient is this rank's own"
-                fix = f"use zcompile.compile, which serves what Dynamo skips in {type(module).__name__}; "
-                raise OptimizerError(name, problem, f"{fix}TORCH_LOGS=graph_breaks says why it does")
+                problem = "is in no compiled graph, so its gradient is not averaged over the ranks"
+                fix = f"use zcompile.compile, which handles code that Dynamo skips in {type(module).__name__}; "
+                raise OptimizerError(name, problem, f"{fix}TORCH_LOGS=graph_breaks shows why it is skipped")
     others.add(optimizer)
 
 
 def _is_plain(param: torch.Tensor) -> bool:
-    """True for a parameter with a gradient that nobody shards: neither a backend of ours nor DTensors."""
+    """True for a parameter with a gradient that is neither a DTensor nor sharded by a backend of zcompile."""
     return param.grad is not None and not isinstance(param, DTensor) and not hasattr(param, "zcompile_name")
 
 
@@ -485,7 +485,7 @@ def _empty_layout(mesh: DeviceMesh, options: Options) -> Layout:
 
 
 def _check(fresh: Mapping[str, nn.Parameter]) -> None:
-    """Refuse what cannot be sharded in place."""
+    """Raise ModelError for a parameter that cannot be sharded in place."""
     devices = {param.device for param in fresh.values()}
     for name, param in fresh.items():
         if hasattr(param, "zcompile_name"):
@@ -496,15 +496,15 @@ def _check(fresh: Mapping[str, nn.Parameter]) -> None:
             raise ModelError(name, "is a DTensor already", "compile a plain model")
         if not param.is_contiguous():
             fix = "make it contiguous before torch.compile, or use zcompile.compile"
-            raise ModelError(name, f"has strides {param.stride()}, of which the graph was traced", fix)
+            raise ModelError(name, f"has strides {param.stride()}, for which the graph was traced", fix)
         if param.grad is not None:
-            raise ModelError(name, "has a gradient from before its first compiled call", "call zero_grad() before it")
+            raise ModelError(name, "has a gradient from before its first compiled call", "call zero_grad() first")
         if len(devices) > 1:
-            raise ModelError(name, f"is on {param.device}, others elsewhere", "move the model to one device")
+            raise ModelError(name, f"is on {param.device}, others are not", "move the model to one device")
 
 
 def _normalising(module: fx.GraphModule) -> set[fx.Node]:
-    """Parameters that batch normalization reads, which computes in the dtype of its running statistics."""
+    """Parameters read by batch normalization, which computes in the dtype of its running statistics."""
     calls = module.graph.find_nodes(op="call_function", target=nn.functional.batch_norm)
     return {
         value

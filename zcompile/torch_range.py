@@ -1,4 +1,4 @@
-"""The releases of torch that zcompile runs on: asked about before anything is imported that others may lack."""
+"""The supported releases of torch: checked before importing anything that other releases may lack."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from importlib import metadata
 from zcompile.errors import VersionError
 
 FIRST, LAST = (2, 11), (2, 15)
-"""Release families, from and to; `pyproject.toml` and the Makefile name the same."""
+"""First and last release family; the same as in `pyproject.toml` and the Makefile."""
 TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-"""The releases that the tests have run on."""
+"""The releases on which the tests have run."""
 REQUIREMENT = f"torch>={FIRST[0]}.{FIRST[1]},<{LAST[0]}.{LAST[1] + 1}"
 
 
 def torch_version() -> str:
-    """The version of the torch that is loaded, or would be: asked for without loading it, which takes seconds."""
+    """The version of the imported or installed torch, without importing it if possible: that takes seconds."""
     if "torch" not in sys.modules:
-        with contextlib.suppress(metadata.PackageNotFoundError):  # of a checkout of torch on the path
+        with contextlib.suppress(metadata.PackageNotFoundError):  # a checkout of torch on sys.path has no metadata
             return metadata.version("torch")
     import torch
 
@@ -27,13 +27,13 @@ def torch_version() -> str:
 
 
 def check_torch(version: str) -> None:
-    """Raise VersionError for a version of torch outside of the range."""
+    """Raise VersionError for an unsupported version of torch."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or not FIRST <= tuple(map(int, found.groups())) <= LAST:
-        problem = f"is none of the releases that zcompile runs on, {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
+        problem = f"is not supported: zcompile runs on torch {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
         raise VersionError(f"torch {version}", problem, f"pip install '{REQUIREMENT}'")
 
 
 def is_tested(version: str) -> bool:
-    """True if the tests have run on this release, in whichever build."""
+    """True if the tests have run on this release, in any build."""
     return version.partition("+")[0] in TESTED

@@ -1,4 +1,4 @@
-"""`zcompile.train_step`: forward, backward and the optimizer's step as one program, which keeps no gradients."""
+"""`zcompile.train_step`: forward, backward and optimizer step as one program that keeps no gradients."""
 
 from __future__ import annotations
 
@@ -65,146 +65,146 @@ def train_step(
     results: ResultsOn = "all",
     **options: Any,
 ) -> TrainStep | PipelinedStep:
-    """Make a whole step of training one call: `step = zcompile.train_step(...)`, then `loss = step(*batch)`.
+    """Make a whole training step one call: `step = zcompile.train_step(...)`, then `loss = step(*batch)`.
 
-    It gives, bit for bit, what the loop gives: `loss.backward(); optimizer.step(); optimizer.zero_grad()`. But each
-    unit's gradients are used for its update as soon as they are reduced, and freed: a rank holds those of the units in
-    flight in place of Ψ/N. And the next step's first gathers start while the last units are updated.
+    The results equal, bit for bit, those of the loop `loss.backward(); optimizer.step(); optimizer.zero_grad()`. But
+    each unit is updated as soon as its gradients are reduced, and these are then freed: a rank holds the gradients of
+    the units in flight instead of Ψ/N. The first gathers of the next step start while the last units are updated.
 
-    An error in the middle of a backward leaves some units updated and others not; the loop leaves none. Hooks before an
-    optimizer's step are refused: they would find no gradients.
+    An error in the middle of a backward leaves some units updated and others not; the loop would leave all unchanged.
+    Optimizers with step pre-hooks are refused, because the hooks would find no gradients.
 
     Args:
-        model: A plain module, which is compiled (`step.model` is the compiled one), or one that is compiled already.
-        loss_fn: Called as `loss_fn(model, *batch)`, it gives the loss, or `(loss, {name: tensor})` with metrics; None:
-            the model itself does.
-        optimizer: One or several that treat each parameter by itself. Groups may change between steps, as by schedules.
-        clip_grad_norm: The largest norm of all gradients together. It is known once the backward has ended: with it,
-            gradients are kept until then, as in the loop.
-        grad_scaler: A `torch.amp.GradScaler`, for float16: where gradients overflow on any rank, all skip the step.
-        offload_optimizer: Where the optimizer's state is, fetched while the backward goes on: for a model on the CPU
-            "disk:FOLDER", a file there, mapped into memory, which holds what fits; for one on a GPU "cpu".
-        schedule: Of a pipeline, on a mesh with a dimension "pp": a name, or a table of actions (docs/pipelines.md).
-        microbatches: Into how many parts a pipeline cuts a batch along dimension 0.
-        split: The units with which its stages begin, but for the first; by default they compute about as long.
-        stages_per_rank: How many of them a rank has, where the schedule leaves a choice.
-        results: Which ranks along the pipeline axis are given the loss and metrics: "all", or the "last" alone.
-        options: Those of `zcompile.compile`, for a plain module.
+        model: A plain module, which is then compiled (`step.model`), or a compiled module.
+        loss_fn: Called as `loss_fn(model, *batch)`; returns the loss, or `(loss, {name: tensor})` with metrics. None:
+            the model returns them.
+        optimizer: One or more optimizers that update each parameter independently. Groups may change between steps.
+        clip_grad_norm: Maximum norm of all gradients together. It is known only after the backward, so gradients are
+            kept until then, as in the loop.
+        grad_scaler: A `torch.amp.GradScaler`, for float16. If gradients overflow on any rank, all ranks skip the step.
+        offload_optimizer: Where to keep optimizer state, fetched during the backward: "disk:FOLDER", a memory-mapped
+            file, for a model on the CPU; "cpu", pinned memory, for a model on a GPU.
+        schedule: Pipeline schedule, for a mesh with a dimension "pp": a name or an action table (docs/pipelines.md).
+        microbatches: Number of micro-batches into which a pipeline splits a batch along dimension 0.
+        split: First unit of each pipeline stage except the first; default: stages of about equal compute time.
+        stages_per_rank: Number of pipeline stages on a rank, for schedules that leave it open.
+        results: The ranks along the pipeline axis that return the loss and metrics: "all", or only the "last".
+        options: Options of `zcompile.compile`, for a plain module.
 
     Raises:
-        OptionError: an option that cannot be meant, or that belongs to the `compile` of a compiled model.
-        OptimizerError: the optimizer holds none of the model's parameters, or its step is for all of them at once.
-        Others: as `zcompile.compile`; StateError: the folder cannot be written, or has no room for the state.
+        OptionError: an invalid option, or an option of `zcompile.compile` with a module that is compiled already.
+        OptimizerError: the optimizer holds none of the model's parameters, or updates them jointly.
+        StateError: the folder cannot be written, or has no room for the optimizer state.
+        Others: as `zcompile.compile`.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    asked, mesh = StepOptions(schedule, microbatches, split, stages_per_rank, results=results), options.get("mesh")
+    settings, mesh = StepOptions(schedule, microbatches, split, stages_per_rank, results=results), options.get("mesh")
     pipelined = is_pipelined(mesh)
     with propagate_failure(lambda: ranks_of(mesh), every=True) if pipelined else nullcontext():
-        _check_asked(model, asked, clip_grad_norm, pipelined=pipelined)
+        _check_settings(model, settings, clip_grad_norm, pipelined=pipelined)
         given = vars(options_of(model)) if isinstance(model, CompiledModule) else options
         scaler = check_scaler(grad_scaler, given.get("dtype"))
-        asked = replace(asked, clip_grad_norm=clip_grad_norm, grad_scaler=scaler)
-        asked = replace(asked, offload_optimizer=_place(offload_optimizer, keeps=asked.keeps_gradients))
-        _check_offloads(model, given, asked)
+        settings = replace(settings, clip_grad_norm=clip_grad_norm, grad_scaler=scaler)
+        offload = _parse_offload(offload_optimizer, keeps=settings.keeps_gradients)
+        settings = replace(settings, offload_optimizer=offload)
+        _check_offloads(model, given, settings)
     trained = Training(model, loss_fn, optimizers)
-    return (pipelined_step if pipelined else _unpipelined)(trained, asked, options)
+    return (pipelined_step if pipelined else _plain_step)(trained, settings, options)
 
 
-def _unpipelined(trained: Training, asked: StepOptions, options: dict[str, Any]) -> TrainStep:
-    """A train step without a pipeline."""
+def _plain_step(trained: Training, settings: StepOptions, options: dict[str, Any]) -> TrainStep:
+    """Make a train step without a pipeline."""
     model, optimizers = trained.model, trained.optimizers
-    updater = None if asked.keeps_gradients else Updater(optimizers)
+    updater = None if settings.keeps_gradients else Updater(optimizers)
     if not isinstance(model, CompiledModule):
         model = compile(model, optimizer=optimizers, **options)
     elif options:
         fix = "give it to zcompile.compile, or give train_step the plain model"
         raise OptionError(next(iter(options)), "belongs to zcompile.compile, and the model is compiled already", fix)
     if ignored := model._model_state.ignored:
-        problem = f"leaves {ignored[0]} to you, and a train step updates all parameters"
+        problem = f"leaves the update of {ignored[0]} to you, and a train step updates all parameters"
         raise OptionError("ignore", problem, "train with zcompile.compile and a loop")
-    model._engine.runtime.keep_states(asked.offload_optimizer, updater)
-    return TrainStep(replace(trained, model=model), asked, updater)
+    model._engine.runtime.keep_states(settings.offload_optimizer, updater)
+    return TrainStep(replace(trained, model=model), settings, updater)
 
 
-def _check_asked(model: nn.Module, asked: StepOptions, clip_grad_norm: float | None, *, pipelined: bool) -> None:
-    """Raise OptionError for what cannot be meant, with or without a pipeline."""
+def _check_settings(model: nn.Module, settings: StepOptions, clip_grad_norm: float | None, *, pipelined: bool) -> None:
+    """Raise OptionError for options that are invalid, or that do not fit the mesh."""
     if clip_grad_norm is not None and not 0 < clip_grad_norm < math.inf:
-        raise OptionError("clip_grad_norm", f"{clip_grad_norm!r} is no norm", "give a positive number, or None")
-    if asked.results not in get_args(ResultsOn):
-        raise OptionError("results", f"{asked.results!r} is unknown", "give 'all' or 'last'")
+        raise OptionError("clip_grad_norm", f"{clip_grad_norm!r} is not a norm", "give a positive number, or None")
+    if settings.results not in get_args(ResultsOn):
+        raise OptionError("results", f"{settings.results!r} is unknown", "give 'all' or 'last'")
     if pipelined and isinstance(model, CompiledModule):
-        fix = "give it the plain model"
-        raise OptionError("model", "is compiled already, and a pipeline divides the model by itself", fix)
-    if not pipelined and asked != StepOptions():
+        fix = "give the plain model"
+        raise OptionError("model", "is compiled already, and a pipeline must split the plain model", fix)
+    if not pipelined and settings != StepOptions():
         problem = "are for a pipeline, and the mesh has no dimension 'pp'"
         names = "schedule, microbatches, split, stages_per_rank, results"
         raise OptionError(names, problem, "leave them out, or give mesh=")
 
 
-def _place(offload: str | None, *, keeps: bool) -> Path | Literal["cpu"] | None:
-    """Where the optimizer's state is to be.
+def _parse_offload(text: str | None, *, keeps: bool) -> Path | Literal["cpu"] | None:
+    """Parse `offload_optimizer`. `keeps`: gradients are kept until the end of the backward.
 
     Raises:
-        OptionError: it is no place, or gradients are kept, so that the optimizer steps all at once.
+        OptionError: it is invalid, or gradients are kept, so that all units are updated at once.
     """
-    place = offload_of("offload_optimizer", offload)
-    if place is not None and keeps:
-        problem = (
-            "streams the state unit by unit, and with clipping by the global norm, or a GradScaler, all step at once"
-        )
+    offload = offload_of("offload_optimizer", text)
+    if offload is not None and keeps:
+        problem = "streams the state unit by unit, but clip_grad_norm and grad_scaler update all units at once"
         raise OptionError("offload_optimizer", problem, "leave these out, or clip each gradient in a hook")
-    return place
+    return offload
 
 
-def _check_offloads(model: nn.Module, given: Mapping[str, Any], asked: StepOptions) -> None:
-    """Raise what `train_step` raises for what does not fit where shards are; `given`: what the model is compiled with.
+def _check_offloads(model: nn.Module, given: Mapping[str, Any], settings: StepOptions) -> None:
+    """Check, before the model is sharded, that the options fit `given`, the options that the model is compiled with.
 
-    Before the model is sharded.
+    Raises OptionError or GroupError.
     """
     ranks = model._engine.runtime.ranks if isinstance(model, CompiledModule) else None
-    place, on_host = asked.offload_optimizer, given.get("offload_parameters") == "cpu"
-    if on_host and place == "cpu":
-        problem = "has no effect: beside offload_parameters='cpu' the state is where the parameters are"
+    offload, on_host = settings.offload_optimizer, given.get("offload_parameters") == "cpu"
+    if on_host and offload == "cpu":
+        problem = "has no effect with offload_parameters='cpu', which keeps the state with the parameters"
         raise OptionError("offload_optimizer", problem, "leave it out")
-    if place is not None:
+    if offload is not None:
         first = next(model.parameters(), None)
         if ranks is not None:
-            check_place("offload_optimizer", place, ranks.device)
+            check_place("offload_optimizer", offload, ranks.device)
         elif first is not None and not first.is_meta:
-            check_place("offload_optimizer", place, first.device)
-    if on_host and asked.grad_scaler is not None:
-        problem = "is 'cpu', and a GradScaler's flags for the host are read before they are there"
+            check_place("offload_optimizer", offload, first.device)
+    if on_host and settings.grad_scaler is not None:
+        problem = "is 'cpu', and GradScaler would read its flags on the host before they have arrived"
         raise OptionError("offload_parameters", problem, "compute in bfloat16, or leave it out")
-    if on_host and asked.clip_grad_norm is not None:
+    if on_host and settings.clip_grad_norm is not None:
         _check_reaches_host(given.get("mesh") if ranks is None else ranks.data.mesh)
 
 
 def _check_reaches_host(mesh: DeviceMesh | None) -> None:
-    """Raise GroupError if the norm of gradients in the memory of the host is to be taken over ranks that cannot."""
+    """Raise GroupError if some group has no CPU backend, which the norm of gradients on the host needs."""
     groups = [dist.GroupMember.WORLD] if mesh is None else mesh.get_all_groups()
     try:
         for group in groups:
             if group is not None and group.size() > 1:
                 backend_name(group, torch.device("cpu"))
     except RuntimeError as error:
-        problem = "has no backend for gradients in the memory of the host, whose norm clip_grad_norm takes"
+        problem = "has no CPU backend, and clip_grad_norm reduces the norm of gradients on the host"
         both = ",".join(f"{kind}:{backend_of(kind)}" for kind in (HOST, gpu_kind()))
-        fix = f"initialise one beside NCCL: init_process_group({both!r})"
+        fix = f"initialise one in addition to NCCL: init_process_group({both!r})"
         raise GroupError("process group", problem, fix) from error
 
 
 class TrainStep(BaseStep):
-    """See `train_step`. Collective: every rank calls it."""
+    """A training step, made by `zcompile.train_step`. Collective: every rank calls it."""
 
     model: CompiledModule
 
-    def __init__(self, trained: Training, asked: StepOptions, updater: Updater | None) -> None:
-        super().__init__(trained, asked, updater)
+    def __init__(self, trained: Training, settings: StepOptions, updater: Updater | None) -> None:
+        super().__init__(trained, settings, updater)
         model, optimizers = self.model, self.optimizers
         self._parameters = dict(model.named_parameters())
         held = {id(param) for optimizer in optimizers for param in parameters_held(optimizer)}
         if not any(id(param) in held for param in self._parameters.values()):
-            fix = "build it over the parameters of the model that is given here"
+            fix = "build it over the parameters of this model"
             raise OptimizerError("optimizer", "holds none of the model's parameters", fix)
         self._engine = model._engine
         self._engine.runtime.scales = self._scaler is not None
@@ -214,13 +214,13 @@ class TrainStep(BaseStep):
 
     @briefly
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """Take one step; gives the loss, detached. It is this rank's own, of its own batch.
+        """Take one step. Returns the loss, detached: the loss of this rank's batch, not averaged over ranks.
 
-        Where `loss_fn` gives metrics, too, so does this: `(loss, {name: tensor})`.
+        If `loss_fn` returns metrics, too, returns `(loss, {name: tensor})`, detached.
 
         Raises:
-            OptionError: the loss is no scalar with a gradient, or this is within `no_sync`.
-            ParameterError: a parameter has a gradient already, which would be lost.
+            OptionError: the loss is not one element with a gradient, or this is within `no_sync` or `unsharded`.
+            ParameterError: a parameter already has a gradient, which would be lost.
             CaptureError: the model and its loss cannot be traced into one graph.
             Others: as a call of the compiled model.
         """
@@ -228,11 +228,11 @@ class TrainStep(BaseStep):
         lockstep = self._engine.runtime.lockstep
         lockstep.enter(RunKind.STEP, "0")
         with torch.enable_grad():
-            loss, metrics = _checked(self._fragment.tree.run(self._fragment, batch, named))
+            loss, metrics = _split_loss(self._fragment.tree.run(self._fragment, batch, named))
             if self._updater is None:
                 (loss if self._scaler is None else self._scaler.scale(loss)).backward()
             else:
-                lockstep.check()  # the backward updates: behind it, it would be too late
+                lockstep.check()  # here, since the backward already updates parameters
                 with self._updater.updating():
                     loss.backward()
         if self._updater is not None:
@@ -245,12 +245,12 @@ class TrainStep(BaseStep):
 
     @briefly
     def evaluate(self, *batch: Any, **named: Any) -> Any:
-        """What a step with a batch would give, by the forward alone: no gradient is computed, and nothing updated.
+        """Return what a step would return, by the forward only: computes no gradients and updates nothing.
 
-        The model is evaluated in the mode that it is in: call `step.model.eval()` before, and `train()` after it.
+        The model stays in its mode: call `step.model.eval()` before and `step.model.train()` afterwards.
 
         Raises:
-            As a call of the compiled model.
+            Errors as a call of the compiled model.
         """
         model, loss_fn = self.model, self._trained.loss_fn
         with torch.no_grad():
@@ -258,11 +258,11 @@ class TrainStep(BaseStep):
 
     def _clip(self, limit: float) -> torch.Tensor:
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), limit)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm  # f"{norm:.3f}" takes no DTensor
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm  # DTensor does not support f"{norm:.3f}"
 
     @property
     def states(self) -> States | None:
-        """Where the optimizers' state is, if it is not in the device's memory."""
+        """The offloaded state of the optimizers; None if it is in the device's memory."""
         return None if self._updater is None else self._updater.states
 
     def __repr__(self) -> str:
@@ -272,15 +272,15 @@ class TrainStep(BaseStep):
 
     def _check(self) -> None:
         if self._engine.runtime.is_full:
-            raise OptionError("unsharded()", "is for evaluation, and has nothing to train", "train outside")
+            raise OptionError("unsharded()", "is for evaluation, not for training", "train outside of it")
         if self._engine.runtime.accumulates:
             fix = "accumulate over micro-batches in the loop: compiled(batch).backward(), then optimizer.step()"
-            raise OptionError("no_sync", "holds gradients back, and a train step uses them at once", fix)
+            raise OptionError("no_sync", "delays the reduction of gradients, and a train step needs it at once", fix)
         self._check_before(self._parameters.items())
 
 
-def _checked(result: object) -> tuple[torch.Tensor, dict[str, torch.Tensor] | None]:
-    """The loss, and metrics if there are."""
+def _split_loss(result: object) -> tuple[torch.Tensor, dict[str, torch.Tensor] | None]:
+    """The loss, and the metrics if there are any; raises OptionError for an invalid loss."""
     loss, metrics = split_results(result)
     if metrics is not None:
         check_metrics({name: isinstance(one, torch.Tensor) for name, one in metrics.items()})
