@@ -192,7 +192,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_planning(run: Run, tmp_
     (tmp_path / "taken.html").mkdir()
     code, out, err = run("plan", "fac.py:make", "--html", target)
     assert (code, out) == (1, "")
-    assert re.search(r"html: '.*' (cannot be written|is no .html file)", err)
+    assert re.search(r"html: '.*' (cannot be written|is not a .html file)", err)
 
 
 def test_inspect_writes_the_program_after_every_pass(run: Run, tmp_path: Path) -> None:
@@ -304,10 +304,10 @@ def test_where_the_options_of_a_script_belong_is_said_with_the_line_to_write(
     monkeypatch.setenv("COLUMNS", "200")
     code, _, err = run("inspect", "script.py", "-w", "4", "--width=8", "--steps", "3")
     assert code == 2
-    assert "No such option: --width. Arguments of the script stand behind `--`:" in err
+    assert "No such option: --width. Put arguments of the script after `--`:" in err
     assert "zcompile inspect script.py -w 4 -- --width=8 --steps 3" in re.sub(r"[\s│]+", " ", err)
-    assert "stand behind" not in run("inspect", "gpt:2x64", "--wrold", "4")[2]
-    assert "if it is the script's own, put it behind `--`" in run("inspect", "script.py", "--stage", "1")[2]
+    assert "Put arguments" not in run("inspect", "gpt:2x64", "--wrold", "4")[2]
+    assert "if it is the script's own, put it after `--`" in run("inspect", "script.py", "--stage", "1")[2]
 
 
 @pytest.mark.parametrize(
@@ -428,18 +428,18 @@ def test_an_inspected_train_step_has_its_updates(run: Run, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "gpt:9b"], "model: gpt:9b is no size"),
-        (["plan", "gpt:1x8", "--mesh", "8by8"], "mesh: '8by8' is no mesh of two levels"),
-        (["plan", "llama:9b"], "model: llama:9b is no size"),
+        (["plan", "gpt:9b"], "model: gpt:9b is not a known size"),
+        (["plan", "gpt:1x8", "--mesh", "8by8"], "mesh: '8by8' is not a mesh of two levels"),
+        (["plan", "llama:9b"], "model: llama:9b is not a known size"),
         (["plan", "fac.py:make", "--mesh", "auto", "--html", "plan.html"], "html: is not compared over meshes"),
         (["plan", "fac.py:make", "--mesh", "auto", "-w", "2", "-w", "4"], "world: is given 2 times"),
         (["plan", "fac.py:make", "--global-batch", "4"], "global_batch: is for --mesh auto"),
-        (["plan", "nothing"], "nothing: names no model"),
+        (["plan", "nothing"], "nothing: does not name a model"),
         (["plan", "fac.py:fails"], "fac.py:fails: raised ValueError: no [bold]luck[/]"),
-        (["plan", "fac.py:gives_none"], "fac.py:gives_none: gives NoneType"),
+        (["plan", "fac.py:gives_none"], "fac.py:gives_none: returns NoneType"),
         (["plan", "fac.py:mak"], "fac.py: has no function 'mak'"),
-        (["plan", "fac.py:number"], "fac.py: has 'number', which is no function"),
-        (["plan", "absent.py:make"], "absent.py: is no file"),
+        (["plan", "fac.py:number"], "fac.py: has 'number', which is not a function"),
+        (["plan", "absent.py:make"], "absent.py: is not a file"),
         (["plan", "no.such.module:make"], "no.such.module:make: cannot be imported"),
         (["plan", "fac.py:make", "--hardware", "h1000"], "h1000: is no profile"),
         (["plan", "fac.py:make", "--dtype", "float61"], "dtype: 'float61' is unknown"),
@@ -449,19 +449,19 @@ def test_an_inspected_train_step_has_its_updates(run: Run, tmp_path: Path) -> No
         (["plan", "fac.py:alone"], "args: do not fit the forward of Linear: missing a required argument: 'input'"),
         (["plan", "fac.py:misfit"], "Linear: cannot be computed with these arguments: RuntimeError("),
         (["plan", "fac.py::one:"], "fac.py::one:: cannot be imported"),
-        (["inspect", "script.py", "--stage", "1"], "stage: means nothing here: the script says its own"),
-        (["inspect", "script.py", "--mesh", "2x1"], "mesh: means nothing here: the script says its own"),
-        (["inspect", "gpt:2x64", "--mesh", "2"], "mesh: '2' is none"),
-        (["inspect", "gpt:2x64", "--mesh", "2x1", "--world", "3"], "world: means nothing here: --mesh says it"),
-        (["inspect", "gpt:2x64", "--split", "blocks.1"], "split: means nothing here: it is of a pipeline"),
+        (["inspect", "script.py", "--stage", "1"], "stage: does not apply here: the script chooses its own"),
+        (["inspect", "script.py", "--mesh", "2x1"], "mesh: does not apply here: the script chooses its own"),
+        (["inspect", "gpt:2x64", "--mesh", "2"], "mesh: '2' is not a mesh"),
+        (["inspect", "gpt:2x64", "--mesh", "2x1", "--world", "3"], "world: does not apply here: --mesh sets it"),
+        (["inspect", "gpt:2x64", "--split", "blocks.1"], "split: does not apply here: it is for a pipeline"),
         (["inspect", "gpt:2x64", "--mesh", "9x1"], "schedule: has 9 stages, and the model 4 units"),
-        (["doctor", "--ranks", "2"], "ranks: measure, and nothing is measured"),
-        (["inspect", "fac.py:make", "--", "--steps"], "--steps: means nothing here"),
+        (["doctor", "--ranks", "2"], "ranks: is for measuring, which --write asks for"),
+        (["inspect", "fac.py:make", "--", "--steps"], "--steps: does not apply here"),
         (["inspect", "fac.py:make", "-o", "fac.py"], "fac.py: cannot be written: File exists"),
-        (["inspect", "absent.py"], "absent.py: is no file"),
-        (["inspect", "fac.py"], "fac.py: has ended without calling a compiled model"),
+        (["inspect", "absent.py"], "absent.py: is not a file"),
+        (["inspect", "fac.py"], "fac.py: ended without calling a compiled model"),
         (["doctor", "--write", "/proc/no/where.toml"], "write: '/proc/no/where.toml' cannot be written"),
-        (["doctor", "--write", "profile.json"], "write: 'profile.json' is no .toml file"),
+        (["doctor", "--write", "profile.json"], "write: 'profile.json' is not a .toml file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -528,7 +528,7 @@ def test_a_config_of_hugging_face_is_a_model_on_meta(tmp_path: Path) -> None:
         subject.model, subject.args, subject.kwargs, stages=[3], prefetches=[1], dtypes=[None]
     ).forecasts
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(SubjectError, match="is no config of a causal language model"):
+    with pytest.raises(SubjectError, match="is not the config of a causal language model"):
         subject_of(str(tmp_path), batch=2, sequence=16)
 
 

@@ -387,10 +387,10 @@ def test_tensors_without_common_rows_are_refused() -> None:
 def test_parts_are_not_traced_beside_a_real_group(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
     try:
-        with pytest.raises(GroupError, match="process group: is there"):
+        with pytest.raises(GroupError, match="process group: exists"):
             units_of(*llama(), plan=Llama.tp_plan).costs(2, 1, checkpoint=False)
         monkeypatch.setattr("zcompile.tools.mesh_planner.TracedUnits", TracedUnits)
-        with pytest.raises(GroupError, match="process group: is there"):
+        with pytest.raises(GroupError, match="process group: exists"):
             found(tensor_parallel=None)
     finally:
         dist.destroy_process_group()
@@ -466,7 +466,7 @@ def test_without_bfloat16_the_dtype_is_the_models_own() -> None:
     old = replace(H100, flops={"float32": 1e13, "float16": 1e14})
     plan = found(hardware=old, schedules=["1f1b"])
     assert {one.choice.dtype for one in plan.forecasts} == {None}
-    assert any("float16 wants a GradScaler" in note for note in plan.notes)
+    assert any("float16 needs a GradScaler" in note for note in plan.notes)
 
 
 # -- plans of tensor parallelism ----------------------------------------------------------------------------------
@@ -500,5 +500,5 @@ def test_llamas_have_the_sizes_of_their_names(size: str, parameters: int) -> Non
 
 def test_sizes_of_llamas_that_are_none() -> None:
     assert shape_of("4x512") == LlamaShape(4, 512, 1792, 8, 4)
-    with pytest.raises(OptionError, match="llama:9b is no size"):
+    with pytest.raises(OptionError, match="llama:9b is not a known size"):
         shape_of("9b")

@@ -333,11 +333,11 @@ def test_an_unknown_key_is_told_with_the_nearest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "error", "message"),
     [
-        ("a.json", "{", SubjectError, "is no JSON"),
-        ("a.json", "[1]", SubjectError, "has a list, and no keys"),
+        ("a.json", "{", SubjectError, "is not valid JSON"),
+        ("a.json", "[1]", SubjectError, "has a list instead of keys"),
         ("a.json", '{"a": 1}', SubjectError, "has none of the keys zero_optimization"),
-        ("a.yaml", "a: [", SubjectError, "is no YAML"),
-        ("a.json", '{"zero_optimization": {"stage": 4}}', OptionError, "zero_optimization.stage: 4 is no ZeRO stage"),
+        ("a.yaml", "a: [", SubjectError, "is not valid YAML"),
+        ("a.json", '{"zero_optimization": {"stage": 4}}', OptionError, "stage: 4 is not a ZeRO stage"),
         ("a.json", '{"bf16": {"enabled": "si"}}', OptionError, "bf16.enabled: is 'si'"),
         ("a.json", '{"bf16": {"enabled": true}, "fp16": {"enabled": true}}', OptionError, "are both true"),
         ("a.json", '{"fp16": {}, "gradient_clipping": "much"}', OptionError, "gradient_clipping: is 'much'"),
@@ -368,7 +368,7 @@ def test_a_missing_file_and_a_missing_package_are_told(tmp_path: Path, monkeypat
         migrated(tmp_path / "absent.json")
     (tmp_path / "a.yaml").write_text(DDP)
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(SubjectError, match=r"PyYAML is absent.\n  Fix: pip install pyyaml"):
+    with pytest.raises(SubjectError, match=r"PyYAML is not installed.\n  Fix: pip install pyyaml"):
         migrated(tmp_path / "a.yaml")
 
 

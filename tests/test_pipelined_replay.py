@@ -89,6 +89,6 @@ def records_nan(rank: int, folder: Path) -> None:
 def test_where_nan_came_from_is_said_on_the_rank_that_received_it(threads: Threads, tmp_path: Path) -> None:
     threads.run(2, records_nan, tmp_path)
     _, output = command("replay", tmp_path, "--rank", 1, "--brief")
-    assert "It was received from the rank at place 0 along pp, as " in output, output
+    assert "It was received from rank 0 along pp, as " in output, output
     _, output = command("replay", tmp_path)
-    assert "The earliest NaN is that of rank 0" in output, output
+    assert "The earliest NaN is on rank 0" in output, output

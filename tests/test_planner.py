@@ -168,7 +168,7 @@ def test_a_checkpoint_without_effect_is_left_out() -> None:
 
 
 def test_a_plan_without_a_choice_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"checkpoints: of \['unit'\] none has an effect on this model"):
+    with pytest.raises(OptionError, match=r"checkpoints: \['unit'\] have no effect on this model"):
         zcompile.plan(nn.Linear(4, 4), (torch.ones(2, 4),), hardware=RATES, checkpoints=["unit"])
 
 
@@ -301,7 +301,7 @@ def test_a_gpt_has_the_parameters_of_its_name(name: str) -> None:
 def test_a_gpt_of_ones_own_shape() -> None:
     assert (shape_of("3x128").layers, shape_of("3x128").width, shape_of("3x128").heads) == (3, 128, 2)
     for name in ("3x100", "0x128", "8.5b", ""):
-        with pytest.raises(OptionError, match="is no size"):
+        with pytest.raises(OptionError, match="is not a known size"):
             shape_of(name)
 
 

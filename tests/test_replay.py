@@ -199,7 +199,7 @@ def test_collectives_within_regions_give_what_they_gave(ranks: Ranks, tmp_path: 
         else:  # Inductor compiles no collective without its group
             code, text = command("replay", tmp_path, "--rank", rank)
             assert code in (0, 1)
-            assert code == 0 or "ran operation by operation: Inductor wants the groups. That may change" in text
+            assert code == 0 or "ran operation by operation: Inductor needs the groups. This may change" in text
             assert text.count("  given") > 50
 
 
@@ -397,17 +397,17 @@ def test_a_parameter_that_was_nan_is_found_with_the_rank_that_keeps_it(threads: 
     _, text = command("replay", tmp_path, "--rank", 0)
     assert "blocks.1.mlp.0.weight has it in the rows of rank 1: it was not finite before this step." in text
     _, text = command("replay", tmp_path, "--rank", 1)
-    assert "It is in this rank's part of the parameter, which was not finite before this run." in text
+    assert "It is in this rank's shard of the parameter, which was not finite before this run." in text
 
 
 @pytest.mark.slow
 def test_nan_of_another_rank_is_told_from_ones_own(threads: Threads, tmp_path: Path) -> None:
     threads.run(2, not_finite, tmp_path, "loss", "eager")
     _, text = command("replay", tmp_path, "--rank", 0)
-    assert "it is of another rank's gradients" in text
+    assert "it is from another rank's gradients" in text
     _, text = command("replay", tmp_path, "--rank", 1)
     assert "The first inf: 1 in loss_grad, run_001_backward" in text
-    assert "region_3 made it, out of arguments without one" in text
+    assert "region_3 made it, from arguments without one" in text
 
 
 # -- the command, and recordings that are broken ----------------------------------------------------------------------
@@ -474,7 +474,7 @@ def test_an_operation_that_was_changed_shows_where_it_computes_something_else(br
     code, text = command("replay", broken, "--rank", 0, "--brief")
     assert code == 1
     assert "DIFFERS" in text
-    assert "The first that is unequal is of run_000_forward, line " in text
+    assert "The first difference is in run_000_forward, line " in text
 
 
 @pytest.mark.slow
@@ -491,7 +491,7 @@ def test_a_copy_that_was_not_renewed_shows(broken: Path) -> None:
     code, text = command("replay", broken, "--rank", 0, "--until", "blocks_1_full")
     assert code == 1
     assert text.count("STALE") == 2
-    assert "2 gathered parameters are not what this rank keeps of them" in text
+    assert "2 gathered parameters differ from this rank's shards" in text
 
 
 def truncate(path: Path) -> None:
@@ -538,11 +538,11 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another call": (
         lambda home: edited(home, "run_000_forward.json", lambda text: text.replace('"region_1"', '"region_0"', 1)),
-        r"forward.py, line \d+: calls region_1, where region_0 was recorded",
+        r"forward.py, line \d+: calls region_1, but region_0 was recorded",
     ),
     "calls missing": (
         lambda home: edited(home, "run_000_forward.json", without_last),
-        r"forward.py, line \d+: has no record, though the run came to its end",
+        r"forward.py, line \d+: is not recorded, although the run finished",
     ),
     "unknown operation": (
         lambda home: edited(
@@ -558,7 +558,7 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
             str(next(home.glob("programs/*/forward.py")).relative_to(home)),
             lambda text: text.replace("region_1(blocks_0_full", "region_1(__import__('os')", 1),
         ),
-        r"forward.py, line \d+: .*is nothing that a line takes",
+        r"forward.py, line \d+: .*is not a valid argument",
     ),
 }
 
@@ -580,9 +580,9 @@ def test_a_broken_recording_is_an_error_that_names_the_file(broken: Path, how: s
     ("words", "message"),
     [
         (["--rank", 317], r"rank_317/recording.json: there is none.\n  Fix: there are recordings of ranks 0"),
-        (["--rank", 0, "--until", "forward:900"], r"forward.py, line 900: there is no line to stop behind"),
+        (["--rank", 0, "--until", "forward:900"], r"forward.py, line 900: there is no line to stop after"),
         (["--rank", 0, "--until", "sideways:3"], r"sideways:3: there is no run 'sideways'"),
-        (["--rank", 0, "--until", "no_such_value"], r"no_such_value: no line that has run gives a value of this name"),
+        (["--rank", 0, "--until", "no_such_value"], r"no_such_value: no recorded line makes a value of this name"),
     ],
 )
 def test_what_is_not_there_is_an_error_that_says_what_is(recorded: Path, words: list[object], message: str) -> None:

@@ -220,8 +220,8 @@ def unplanned(rank: int) -> list[str]:
 
 def test_what_cannot_be_planned_is_said(ranks: Ranks) -> None:
     order, device, buffer = ranks.run(4, unplanned)[0]
-    assert "whose ranks are no neighbours" in order
-    assert "mesh of cuda" in device
+    assert "whose ranks are not consecutive" in order
+    assert "on a cuda mesh" in device
     assert "scale: is a buffer and a DTensor" in buffer
 
 

@@ -1,7 +1,7 @@
-"""What several commands take: models, batches, hardware, dtypes; and how they show that they are at work.
+"""Arguments shared by several commands: models, batches, hardware, dtypes; and the progress bar.
 
-As in every module that declares a command, what needs torch is imported in the functions that use it: neither `--help`
-nor the message for a wrong command waits for it.
+As in every module that declares a command, modules that need torch are imported inside functions, so that `--help` and
+the message for a wrong command do not wait for torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Model = Annotated[
     str,
     typer.Argument(
         help="gpt:7.5b, llama:8b, gpt:LAYERSxWIDTH, module:factory, file.py:factory, or the folder of a Hugging Face "
-        "config. A factory gives (model, args) or (model, args, kwargs).",
+        "config. A factory returns (model, args) or (model, args, kwargs).",
         show_default=False,
     ),
 ]
@@ -34,17 +34,17 @@ BATCH = "Sequences in one rank's batch, of language models"
 Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help=f"{BATCH}.")]
 Sequence_ = Annotated[int, typer.Option("--sequence", "-s", min=1, help="Tokens in a sequence.")]
 Hardware_ = Annotated[
-    str, typer.Option("--hardware", "-p", help=f"A profile: {', '.join(profiles())}, or the path of one.")
+    str, typer.Option("--hardware", "-p", help=f"A profile: {', '.join(profiles())}, or the path of a profile.")
 ]
 Units = Annotated[list[str], typer.Option("--units", help="Module paths gathered together; repeat for several.")]
 
 Whole = Annotated[
-    list[str], typer.Option("--whole", help="Parameters that one rank each keeps whole, for Muon or Shampoo; repeat.")
+    list[str], typer.Option("--whole", help="Parameters each kept whole on one rank, for Muon or Shampoo; repeat.")
 ]
 
 
 def is_given(context: typer.Context, name: str) -> bool:
-    """True for an option that was typed."""
+    """True if an option was given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
 
@@ -53,7 +53,7 @@ def sizes_of(mesh: str, problem: str, fix: str) -> tuple[int, int]:
     """The two sizes of a mesh such as 8x4.
 
     Raises:
-        OptionError: it has none; what is said then is given.
+        OptionError: `mesh` has another form; with the given `problem` and `fix`.
     """
     if (sizes := two_sizes(mesh)) is None:
         raise OptionError("mesh", f"{mesh!r} {problem}", fix)
@@ -61,9 +61,9 @@ def sizes_of(mesh: str, problem: str, fix: str) -> tuple[int, int]:
 
 
 def check_target(option: str, target: Path, suffix: str) -> None:
-    """Raise OptionError where a file cannot be written, before it takes time to find out what to write."""
+    """Raise OptionError if a file cannot be written, before its content is computed, which takes time."""
     if target.suffix != suffix:
-        raise OptionError(option, f"{str(target)!r} is no {suffix} file", f"give it a name that ends in {suffix}")
+        raise OptionError(option, f"{str(target)!r} is not a {suffix} file", f"give a name that ends in {suffix}")
     is_new = not target.exists()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -72,11 +72,11 @@ def check_target(option: str, target: Path, suffix: str) -> None:
             target.unlink()
     except OSError as error:
         problem = f"{str(target)!r} cannot be written: {error.strerror}"
-        raise OptionError(option, problem, "give a file in a folder of yours") from error
+        raise OptionError(option, problem, "give a file in a folder that you can write to") from error
 
 
 def checkpoint_of(text: str) -> str | float | None:
-    """A setting of `checkpoint=`, from its text."""
+    """Parse a value of `checkpoint=`."""
     if text == "none":
         return None
     try:
@@ -86,10 +86,10 @@ def checkpoint_of(text: str) -> str | float | None:
 
 
 def dtype_of(text: str) -> torch.dtype | None:
-    """A dtype from its name; None for the model's own.
+    """The dtype of this name; None for the model's own.
 
     Raises:
-        OptionError: there is none of that name.
+        OptionError: the name is unknown.
     """
     if text == OWN:
         return None
@@ -103,7 +103,7 @@ def dtype_of(text: str) -> torch.dtype | None:
 
 @contextlib.contextmanager
 def progress_bar(*, quiet: bool) -> Iterator[Any]:
-    """A bar on stderr, which is gone at the end."""
+    """A progress bar on stderr, which is erased at the end."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="zcompile",
-    help="A compiler for distributed training: plan it, look into it, check the machine.",
+    help="A compiler for distributed training: plan, inspect and replay it, check the machine.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,  # errors are told in `main`
+    pretty_exceptions_enable=False,  # `main` prints errors
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -53,18 +53,18 @@ def command(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show versions.")
     ] = False,
 ) -> None:
-    """A compiler for distributed training: plan it, look into it, check the machine."""
+    """A compiler for distributed training: plan, inspect and replay it, check the machine."""
 
 
 @app.command("prove")
 def prove_command(
-    folder: Annotated[Path, typer.Argument(help="What dump= or `zcompile inspect` has written.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="Written by dump= or `zcompile inspect`.", show_default=False)],
 ) -> None:
-    """Prove from the texts of a dump alone that each of its programs computes the step that was traced.
+    """Prove from the text of a dump alone that each of its programs computes the traced step.
 
-    Of a folder with the dumps of all ranks (rank_0, rank_1, ...) also that their communications fit together.
+    For a folder with the dumps of all ranks (rank_0, rank_1, ...), also prove that their communications match.
 
-    Exits with 1 where something else is computed, and says at which line; with 3 where something was not read.
+    Exits with 1 if something else is computed, and names the line; with 3 if something could not be read.
     """
     from zcompile.proof.dumps import MANIFEST, TRUSTED, ProofVerdict, prove_dump, prove_together, rank_folders
 
@@ -99,15 +99,15 @@ def doctor_command(
     target: Annotated[
         Path | None, typer.Option("--write", help="Measure, and write the profile to this .toml.")
     ] = None,
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Processes that measure at once.")] = None,
-    name: Annotated[str, typer.Option("--name", help="What the profile is called.")] = "this machine",
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Number of processes that measure.")] = None,
+    name: Annotated[str, typer.Option("--name", help="Name of the profile.")] = "this machine",
 ) -> None:
-    """Say what this machine has of what zcompile can use; with --write, measure it (under torchrun, with its ranks).
+    """Check what zcompile needs on this machine; with --write, measure it (under torchrun: with torchrun's ranks).
 
-    Exits with 1 where something is missing that is needed.
+    Exits with 1 if something that is needed is missing.
     """
     if ranks is not None and target is None:
-        raise OptionError("ranks", "measure, and nothing is measured", "say where to: --write here.toml")
+        raise OptionError("ranks", "is for measuring, which --write asks for", "give a file, too: --write here.toml")
     from zcompile.cost.hardware import profile_text
     from zcompile.tools import doctor
 
@@ -130,25 +130,25 @@ def doctor_command(
 @app.command("replay")
 def replay_command(
     folder: Annotated[
-        Path, typer.Argument(help="Of `record=FOLDER` or `compiled.record(FOLDER)`.", show_default=False)
+        Path, typer.Argument(help="Written by `record=FOLDER` or `compiled.record(FOLDER)`.", show_default=False)
     ],
     rank: Annotated[
-        int | None, typer.Option("--rank", "-r", min=0, help="Whose program to run; without it, an overview of all.")
+        int | None, typer.Option("--rank", "-r", min=0, help="The rank to replay; default: an overview of all ranks.")
     ] = None,
     until: Annotated[
         str,
-        typer.Option("--until", "-u", help="Stop behind a line: forward:12, run_002_forward:12, or a value's name."),
+        typer.Option("--until", "-u", help="Stop after a line: forward:12, run_002_forward:12, or a value's name."),
     ] = "",
-    brief: Annotated[bool, typer.Option("--brief", help="Leave out values that are as they were recorded.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="Show only values that differ from the recording.")] = False,
     save: Annotated[Path | None, typer.Option("--save", help="Write the last line's values to this .pt.")] = None,
 ) -> None:
-    """Run what a rank has recorded again, alone: each value of each line beside the record, and where NaN comes from.
+    """Run a rank's recorded programs again, alone: compare each value with the recording, and find the origin of NaN.
 
-    Exits with 1 where a value that was computed again is not what was recorded.
+    Exits with 1 if a recomputed value differs from the recording.
     """
     if rank is None:
         if until or save is not None:
-            raise OptionError("until" if until else "save", "is of one rank's program", "give --rank, too")
+            raise OptionError("until" if until else "save", "is for the replay of one rank", "give --rank, too")
         from zcompile.tools.replay_report import overview
 
         for line in overview(folder):
@@ -174,12 +174,12 @@ def replay_command(
 @app.command("migrate")
 def migrate_command(
     file: Annotated[
-        Path, typer.Argument(help="A JSON of DeepSpeed's, or a YAML of `accelerate config`.", show_default=False)
+        Path, typer.Argument(help="A DeepSpeed JSON file, or a YAML file of `accelerate config`.", show_default=False)
     ],
 ) -> None:
-    """Print the lines of zcompile for a config of DeepSpeed's or Accelerate's, and what has no counterpart.
+    """Print the zcompile code for a DeepSpeed or Accelerate config, and list settings that have no counterpart.
 
-    What is printed is Python: what is not code is a comment.
+    The output is valid Python: notes are comments.
     """
     from zcompile.tools.migration import migrated
 
@@ -199,7 +199,7 @@ def _findings(findings: Sequence[Finding]) -> Table:
 
 
 def main() -> None:
-    """The entry point: errors of ours in one paragraph, with a traceback if `--debug` is given."""
+    """The entry point: prints a ZcompileError as one paragraph, or raises it if `--debug` is given."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for factories
     try:
@@ -214,7 +214,7 @@ def main() -> None:
 
 
 def _print_error(error: ZcompileError) -> Console:
-    """Print an error in one paragraph; gives the console, on stderr."""
+    """Print an error as one paragraph on stderr; returns the console."""
     console = Console(stderr=True, emoji=False)
     console.print(f"[bold red]error[/]: {escape(str(error))}", soft_wrap=True, highlight=False)
     return console

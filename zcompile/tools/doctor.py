@@ -1,4 +1,4 @@
-"""The doctor: what this machine has of what zcompile can use, and a profile of its rates."""
+"""The doctor: checks what zcompile needs on this machine, and measures a hardware profile."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PATIENCE = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that the doctor has looked for."""
+    """The result of one check."""
 
     subject: str
     found: str
@@ -48,11 +48,11 @@ class Finding:
     fix: str = ""
     """How to get what is missing."""
     is_needed: bool = True
-    """False for what zcompile does without."""
+    """False if zcompile works without it."""
 
 
 def examine() -> Iterator[Finding]:
-    """Look at Python, torch, compilers, devices and the tools that are of use, without measuring anything."""
+    """Check Python, torch, devices, backends, compilers and optional packages, without measuring anything."""
     yield Finding("Python", platform.python_version(), sys.version_info >= (3, 11), "install Python 3.11 or later")
     yield Finding("torch", _torch_release())
     yield from _devices()
@@ -65,7 +65,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _torch_release() -> str:
-    """The version, and whether the tests have run on it; what is not supported at all is refused by the import."""
+    """The version, and whether the tests have run on it. Importing zcompile raises on unsupported versions."""
     if is_tested(torch.__version__):
         return torch.__version__
     return f"{torch.__version__}, on which the tests have not run; they have on {', '.join(TESTED)}"
@@ -111,14 +111,14 @@ def _package(name: str, use: str) -> Finding:
 
 
 def measured(name: str, ranks: int | None = None) -> Hardware | None:
-    """A profile of this machine, measured by several ranks at once.
+    """A profile of this machine, measured by several ranks at the same time.
 
-    Under torchrun its ranks measure, and the link between them is theirs; only rank 0 gets the profile. Otherwise
-    `ranks` processes are started here: by default one for each GPU, or two.
+    Under torchrun, its ranks measure, links between them included; None on ranks other than 0. Otherwise `ranks`
+    processes are started on this machine; default: one per GPU, or two without GPUs.
 
     Raises:
-        OptionError: fewer ranks than one, or more than there are GPUs.
-        GroupError: a rank has failed.
+        OptionError: `ranks` is less than one, or more than the number of GPUs.
+        GroupError: a rank failed.
     """
     if "WORLD_SIZE" in os.environ:
         _join(None, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -130,18 +130,18 @@ def measured(name: str, ranks: int | None = None) -> Hardware | None:
     gpus = gpu_count()
     world = ranks or gpus or 2
     if world < 1 or (gpus and world > gpus):
-        raise OptionError("ranks", f"{world} is no number of ranks for {gpus} GPUs", "give 1, or as many as there are")
+        raise OptionError("ranks", f"is {world}, and there are {gpus} GPUs", "give at least 1, and at most one per GPU")
     with tempfile.TemporaryDirectory() as folder:
         try:
             multiprocessing.spawn(_rank, (world, folder, name), nprocs=world)
         except Exception as error:
-            fix = "look at what it says; `zcompile doctor` without --write measures nothing"
-            raise GroupError("a rank that measures", f"failed: {error}", fix) from error
+            fix = "fix this error, or run `zcompile doctor` without --write, which does not measure"
+            raise GroupError("a measuring rank", f"failed: {error}", fix) from error
         return load_profile(str(Path(folder) / "profile.toml"))
 
 
 def _rank(rank: int, world: int, folder: str, name: str) -> None:
-    """One of the processes that measure."""
+    """The main function of a measuring process."""
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(max((os.cpu_count() or 1) // world, 1))
     _join(f"file://{folder}/store", rank, world)
@@ -158,10 +158,10 @@ def _join(store: str | None, rank: int, world: int) -> None:
 
 
 def profile_of_ranks(name: str) -> Hardware:
-    """What the ranks of the default group measure together. Collective.
+    """The profile that the ranks of the default group measure together. Collective.
 
-    On a CPU the rates of the cost model are fitted to regions that ran: least squares of the logarithms, weighted by
-    the time that each took.
+    On a CPU, the rates of the cost model are fitted to measured regions: least squares of the logarithms of seconds,
+    weighted by the seconds of each region.
     """
     kind, world = usual_kind(), dist.get_world_size()
     result = survey(Communicator(init_device_mesh(kind, (world,)), own_device(kind)), name)
@@ -171,7 +171,7 @@ def profile_of_ranks(name: str) -> Hardware:
 
 
 def mesh_of_this_rank(kind: str) -> DeviceMesh:
-    """Of one rank, and no dimension of a mesh of all: a model on it is meant to train alone. Collective."""
+    """A mesh of this rank only, detached from the mesh of all ranks: for a model that trains alone. Collective."""
     both = init_device_mesh(kind, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "alone"))
     return DeviceMesh.from_group(both.get_group("alone"), kind)
 
@@ -186,14 +186,14 @@ def _observed(alone: DeviceMesh) -> list[Observation]:
 
 FITTED = ("flops", "elementwise", "attention", "functions", "launch")
 MOST = 8.0
-"""Factor by which a rate may differ from what was measured alone."""
+"""Largest factor between a fitted rate and the rate measured separately."""
 STEPS = 5
-"""Of each reference model that count; one before them compiles."""
+"""Measured steps of each reference model, after a first step that compiles."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A model whose regions are timed."""
+    """A GPT whose regions are timed, and its batch."""
 
     shape: GPTShape
     batch: int
@@ -209,17 +209,17 @@ REFERENCES = (
 
 @dataclass(frozen=True)
 class Observation:
-    """A region that ran."""
+    """A timed region."""
 
     region: Region
     seconds: float
-    """The median of its runs."""
+    """Median over its runs."""
     times: int
-    """How often it runs in a step."""
+    """Number of runs in a step."""
 
 
 def observe(mesh: DeviceMesh, reference: Reference, backend: str = "inductor") -> list[Observation]:
-    """Train a reference model on this rank alone, and time its regions. `mesh`: of one rank."""
+    """Train a reference model on this rank alone, and time its regions. `mesh` has one rank."""
     torch.manual_seed(0)
     model = GPT(reference.shape, reference.length, reference.vocabulary)
     compiled = compile(model, mesh=mesh, stage=0, backend=backend)
@@ -229,7 +229,7 @@ def observe(mesh: DeviceMesh, reference: Reference, backend: str = "inductor") -
         compiled(tokens, targets).backward()
         with torch.no_grad():
             for parameter in compiled.parameters():
-                parameter.sub_(1e-4)  # which ends the step
+                parameter.sub_(1e-4)  # writing to a parameter ends the step, as an optimizer would
                 parameter.grad = None
         for line in compiled.timeline.lines if step else ():
             if line.spent is Spent.COMPUTE:
@@ -243,7 +243,7 @@ def observe(mesh: DeviceMesh, reference: Reference, backend: str = "inductor") -
 
 
 def fit(hardware: Hardware, observations: Sequence[Observation]) -> Hardware:
-    """`hardware` with the rates that the observations tell, none beyond `MOST` times what it was, or one `MOST`th."""
+    """`hardware` with its rates fitted to the observations, each changed by a factor of at most `MOST`."""
     whole = sum(seen.seconds * seen.times for seen in observations)
     weights = [math.sqrt(seen.seconds * seen.times / whole) for seen in observations]
 
@@ -258,7 +258,7 @@ def fit(hardware: Hardware, observations: Sequence[Observation]) -> Hardware:
 
 
 def _scaled(hardware: Hardware, logarithms: Sequence[float]) -> Hardware:
-    """`hardware` with each of the fitted rates times the exponential of its logarithm."""
+    """`hardware` with each fitted rate multiplied by the exponential of its entry in `logarithms`."""
     products, *rest = map(math.exp, logarithms)
     factors = dict(zip(FITTED[1:], rest, strict=True))
     flops = {dtype: rate * products for dtype, rate in hardware.flops.items()}

@@ -1,4 +1,4 @@
-"""GPT-shaped models of the sizes that people speak of, for plans: made on meta, of torch's own layers."""
+"""GPT-shaped models of well-known sizes, for plans: built from torch's own layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zcompile.tools.choices import shape_named
 
 VOCABULARY = 50304
-"""GPT-2's, rounded up to a multiple of 128."""
+"""Vocabulary size of GPT-2, rounded up to a multiple of 128."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ SHAPES = {
 
 
 class GPT(nn.Module):
-    """A decoder without dropout; its forward gives the loss of the next tokens."""
+    """A decoder without dropout; its forward returns the loss."""
 
     def __init__(self, shape: GPTShape, context: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class GPT(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Both [batch, length], int64; gives the mean cross entropy, float32 []."""
+        """Mean cross entropy, a scalar. `tokens` and `targets`: int64 [batch, length]."""
         length = tokens.shape[1]
         x = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device, dtype=x.dtype)
@@ -71,7 +71,7 @@ def shape_of(name: str) -> GPTShape:
     """The shape called `name`: a size such as "7.5b", or layers x width such as "48x1600".
 
     Raises:
-        OptionError: it is neither.
+        OptionError: `name` is neither.
     """
     return shape_named(
         "gpt", name, SHAPES, lambda layers, width: GPTShape(layers, width, width // 64), multiple=64, example="48x1600"

@@ -1,9 +1,8 @@
-"""Autocast as GPUs do it, for what is traced on the CPU.
+"""GPU autocast for models that are traced on the CPU.
 
 Which operations `torch.autocast` computes in float32 depends on the device: on GPUs layer norms, softmax, powers and
-losses are among them, on CPUs few of these. So what a training step saves, and its bytes, differ. torch knows which
-operations autocast treats on GPUs, in whatever build; how it does so is in `ATen/autocast_mode.h`, from which the lists
-are.
+losses are among them, on CPUs only few of these. So the saved activations and their bytes differ. Every build of torch
+knows which operations autocast treats on GPUs; how it casts them is taken from `ATen/autocast_mode.h`.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ _WIDEST = frozenset(
     {"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot"}
     | {"scatter_add"}
 )
-"""Operations computed in the widest dtype that they are given."""
+"""Operations computed in the widest dtype of their arguments."""
 _BY_OPTION = frozenset(
     {"prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum"}
 )
-"""Operations that are asked for float32, unless they are asked for another dtype; all others get it."""
+"""Operations that get dtype=float32 unless a dtype is given. All operations in no list are computed in float32."""
 
 
 @contextlib.contextmanager
 def autocast_of(kind: str) -> Iterator[None]:
-    """Inside, `torch.autocast("cpu", ...)` casts what it would on a device of this kind. For all threads."""
+    """Let `torch.autocast("cpu", ...)` cast as on a device of this kind. Affects all threads."""
     if kind == HOST:
         yield
         return
     operations = autocast_operations(kind)
-    kernels: dict[str, Callable[..., Any] | None] = dict.fromkeys(autocast_operations(HOST))  # else left alone
+    kernels: dict[str, Callable[..., Any] | None] = dict.fromkeys(autocast_operations(HOST))  # None: no cast
     kernels |= {name: _kernel(operation) for name, operation in operations.items()}
     with other_kernels(HOST, kernels):
         yield
 
 
 def _kernel(operation: OpOverload) -> Callable[..., Any]:
-    """What autocast puts in place of an operation."""
+    """The autocast kernel of an operation: casts the arguments and calls it."""
     name = operation.overloadpacket.__name__
 
     def compute(*args: Any, **kwargs: Any) -> Any:
@@ -74,5 +73,5 @@ def _kernel(operation: OpOverload) -> Callable[..., Any]:
 
 
 def _is_cast(value: Any) -> bool:
-    """Autocast treats floating-point numbers of at most 32 bits."""
+    """True for values that autocast casts: floating-point tensors other than float64."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64

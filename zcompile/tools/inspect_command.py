@@ -23,45 +23,43 @@ from zcompile.tools.arguments import (
 )
 from zcompile.tools.choices import OWN, SCHEDULES
 
-Mesh = Annotated[
-    str | None, typer.Option("--mesh", help="STAGESxRANKS: of a pipeline's mesh ('pp', 'dp'), such as 4x2.")
-]
-Schedule = Annotated[str, typer.Option("--schedule", help=f"With --mesh, one of {', '.join(SCHEDULES)}.")]
+Mesh = Annotated[str | None, typer.Option("--mesh", help="STAGESxRANKS: a pipeline's mesh ('pp', 'dp'), such as 4x2.")]
+Schedule = Annotated[str, typer.Option("--schedule", help=f"With --mesh: one of {', '.join(SCHEDULES)}.")]
 Microbatches = Annotated[
-    int, typer.Option("--microbatches", min=1, help="With --mesh, how many there are of --batch sequences each.")
+    int, typer.Option("--microbatches", min=1, help="With --mesh: number of micro-batches, of --batch sequences each.")
 ]
-Split = Annotated[list[str], typer.Option("--split", help="With --mesh, units with which stages begin; repeat.")]
-Limit = Annotated[str | None, typer.Option("--memory-limit", "-m", help="Of a model, such as '20 GB'.")]
-SUBJECT = "A script that trains, its own arguments behind `--`; or what `plan` takes."
+Split = Annotated[list[str], typer.Option("--split", help="With --mesh: first unit of a stage; repeat.")]
+Limit = Annotated[str | None, typer.Option("--memory-limit", "-m", help="As for compile, such as '20 GB'.")]
+SUBJECT = "A training script, with its arguments after `--`; or a model as for `plan`."
 
 
 class InspectCommand(TyperCommand):
-    """The command, which says of an unknown option where those of a script belong."""
+    """The command. Its error for an unknown option explains where a script's options belong."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
         try:
             return super().parse_args(ctx, args)
-        except Exception as error:  # of click, or of the copy of it that newer releases of typer have
+        except Exception as error:  # click's class, or its copy in newer releases of typer
             unknown = getattr(error, "option_name", None)
             place = next((at for at, one in enumerate(given) if one.partition("=")[0] == unknown), 0)
             if any(one.endswith(".py") for one in given[:place]) and isinstance(getattr(error, "message", None), str):
                 line = " ".join(["zcompile", "inspect", *given[:place], "--", *given[place:]])
-                error.message += f". Arguments of the script stand behind `--`: {line}"  # type: ignore[attr-defined]
+                error.message += f". Put arguments of the script after `--`: {line}"  # type: ignore[attr-defined]
             raise
 
 
 def inspect_command(
     context: typer.Context,
     subject: Annotated[str, typer.Argument(help=SUBJECT, show_default=False)],
-    folder: Annotated[Path, typer.Option("--dump", "-o", help="Where to write.")] = Path("zcompile_dump"),
-    world: Annotated[int, typer.Option("--world", "-w", min=1, help="Ranks to lay the program out for.")] = 2,
-    stage: Annotated[int, typer.Option("--stage", help="Of a model; a script says its own.")] = 3,
-    prefetch: Annotated[int, typer.Option("--prefetch", help="Likewise.")] = 2,
+    folder: Annotated[Path, typer.Option("--dump", "-o", help="Output folder.")] = Path("zcompile_dump"),
+    world: Annotated[int, typer.Option("--world", "-w", min=1, help="Number of data-parallel ranks.")] = 2,
+    stage: Annotated[int, typer.Option("--stage", help="ZeRO stage; a script chooses its own.")] = 3,
+    prefetch: Annotated[int, typer.Option("--prefetch", help="Units gathered ahead; not for a script.")] = 2,
     checkpoint: Annotated[
-        str, typer.Option("--checkpoint", help="Likewise; 'none', 'unit', a size or a share.")
+        str, typer.Option("--checkpoint", help="'none', 'unit', a size or a share of the peak; not for a script.")
     ] = "none",
-    dtype: Annotated[str, typer.Option("--dtype", help=f"Likewise; '{OWN}' or one of {', '.join(DTYPES)}.")] = OWN,
+    dtype: Annotated[str, typer.Option("--dtype", help=f"'{OWN}', {', '.join(DTYPES)}; not for a script.")] = OWN,
     batch: Batch = 1,
     sequence: Sequence_ = 128,
     units: Units = [],  # noqa: B006
@@ -73,14 +71,14 @@ def inspect_command(
     microbatches: Microbatches = 8,
     split: Split = [],  # noqa: B006
     code: Annotated[
-        bool, typer.Option("--code", help="Also what Inductor makes of each region, compiled here.")
+        bool, typer.Option("--code", help="Also compile each region here, and write Inductor's code.")
     ] = False,
 ) -> None:
-    """Write the program of a model after every pass, without training; print what `explain()` says.
+    """Write the program of a model after every pass, without training; print the text of `explain()`.
 
-    A script runs, with the arguments behind `--`, until it calls a compiled model for the first time. What training
-    measures is taken from the profile: prefetch="auto", and the memory of checkpoint="auto". With --mesh it is the
-    step of a pipeline, and each rank with stages of its own has a folder.
+    A script runs, with the arguments after `--`, until it first calls a compiled model. Values that training would
+    measure, for prefetch="auto" and checkpoint="auto", are taken from the profile. With --mesh the program is the step
+    of a pipeline, with one folder for each rank that has its own stages.
     """
     from zcompile.cost.hardware import load_profile
     from zcompile.schedule.options import Options
@@ -102,30 +100,30 @@ def inspect_command(
         given = subject_of(subject, batch=batch, sequence=sequence)
         if mesh is not None:
             asked = schedule, microbatches, split or None
-            sizes = sizes_of(mesh, "is none", "give STAGESxRANKS, such as 4x2")
+            sizes = sizes_of(mesh, "is not a mesh", "give STAGESxRANKS, such as 4x2")
             made = inspection.of_pipeline(given, options, sizes, asked, device, units or None)
         else:
             made = inspection.of_subject(given, options, world, device, units or None, whole or None)
     text, notes = made.write(folder, subject, code=code)
     print(text)
-    print(f"Written to {folder}: report.html, and the program after every pass with what has changed, its drawing, its")
-    print("regions, and a trace for ui.perfetto.dev.")
+    print(f"Written to {folder}: report.html; the program after every pass, with changes, drawing and regions; and a")
+    print("trace for ui.perfetto.dev.")
     for note in notes:
         print(note)
 
 
 def _check_given(context: typer.Context, *, is_script: bool, pipelined: bool) -> None:
-    """Raise OptionError for what means nothing to what is inspected."""
+    """Raise OptionError for an option that does not apply to the subject."""
     own = ("stage", "prefetch", "checkpoint", "dtype", "batch", "sequence", "units", "whole", "memory_limit", "mesh")
-    unasked = dict.fromkeys(own, "the script says its own") if is_script else {}
+    unasked = dict.fromkeys(own, "the script chooses its own") if is_script else {}
     if pipelined:
-        unasked |= {"world": "--mesh says it", "whole": "a pipeline does not have it"}
+        unasked |= {"world": "--mesh sets it", "whole": "pipelines do not support it"}
     else:
-        unasked |= dict.fromkeys(("schedule", "microbatches", "split"), "it is of a pipeline, which --mesh asks for")
+        unasked |= dict.fromkeys(("schedule", "microbatches", "split"), "it is for a pipeline, which needs --mesh")
     for name, why in unasked.items():
         if is_given(context, name):
-            fix = "leave it out" + "; if it is the script's own, put it behind `--`" * is_script
-            raise OptionError(name, f"means nothing here: {why}", fix)
+            fix = "leave it out" + "; if it is the script's own, put it after `--`" * is_script
+            raise OptionError(name, f"does not apply here: {why}", fix)
     if context.args and not is_script:
         fix = "leave it out; only a script takes arguments of its own"
-        raise OptionError(context.args[0], "means nothing here", fix)
+        raise OptionError(context.args[0], "does not apply here", fix)

@@ -1,7 +1,7 @@
-"""Inspection: the programs of a model without a training run, of a factory's model or of a script's.
+"""Inspection: the programs of a model without training it; the model comes from a factory or a script.
 
-A script runs until its model is traced for the first time: what was traced is taken to the one who asked, past the
-script and past torch.compile, and laid out for as many ranks as he likes.
+A script runs until its model is traced for the first time. The traced program is carried to the caller by an exception,
+through torch.compile and the script, and is then laid out for any number of ranks.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ from zcompile.tools.tracing import trace
 
 @dataclass(frozen=True)
 class Inspected:
-    """What passes make of a model's program; of a pipeline's step, of those of all ranks along its axis."""
+    """The programs of a model after the passes; of a pipeline, one for each rank along the pipeline axis."""
 
     journals: tuple[Journal, ...]
     hardware: Hardware
-    """What seconds are predicted for."""
+    """The hardware that times are predicted for."""
     table: ActionTable | None = None
-    """What the ranks of a pipeline do."""
+    """The actions of a pipeline's ranks; None without a pipeline."""
     data: int = 1
-    """How many ranks have the same stages."""
+    """The number of data-parallel ranks that have the same stages."""
 
     @cached_property
     def programs(self) -> list[Program]:
         return [journal.entries[-1].after for journal in self.journals]
 
     def write(self, folder: Path, title: str, *, code: bool) -> tuple[str, list[str]]:
-        """Write what `dump` writes: of a pipeline as with `all_ranks=True`, a rank of all that have the same stages.
+        """Write a dump: of a pipeline as with `all_ranks=True`, for the first of the ranks that have the same stages.
 
-        Gives the text of `explain()`, and what could not be done.
+        Returns the text of `explain()`, and notes on what could not be written.
 
         Raises:
             SubjectError: the folder cannot be written.
@@ -96,7 +96,7 @@ def of_subject(
     units: Sequence[str] | None = None,
     whole: Sequence[str] | None = None,
 ) -> Inspected:
-    """What the passes make of the model, laid out for `world` ranks; what depends on the machine is for `hardware`."""
+    """Run the passes on the model's program for `world` ranks, with decisions of the cost model for `hardware`."""
     given = subject.model, subject.args, subject.kwargs
     traced = trace(*given, dtype=options.dtype, units=units, whole=whole, device=hardware.device)
     axes = axes_over(subject.model, world)
@@ -113,18 +113,18 @@ def of_pipeline(
     hardware: Hardware,
     units: Sequence[str] | None = None,
 ) -> Inspected:
-    """What the passes make of a model's step on a mesh of so many pipeline stages' ranks, and ranks that have the same.
+    """Run the passes on the step of a model in a pipeline, for every rank along the pipeline axis.
 
     Args:
-        subject: The model, with a micro-batch.
-        options: Of the train step.
-        mesh: Its sizes along "pp" and "dp".
-        asked: The schedule, how many micro-batches there are, and the units with which stages begin, if they are given.
-        hardware: What seconds are predicted for.
-        units: The units that are named.
+        subject: The model, with one micro-batch.
+        options: Options of the train step.
+        mesh: Sizes along "pp" and "dp".
+        asked: The schedule, the number of micro-batches, and the first units of stages (None: balanced).
+        hardware: The hardware that times are predicted for.
+        units: As for `zcompile.compile`.
 
     Raises:
-        OptionError, CaptureError: what `zcompile.train_step` raises of them.
+        OptionError, CaptureError: as `zcompile.train_step`.
     """
     check_options(options)
     (pipeline, data), (schedule, microbatches, split) = mesh, asked
@@ -142,16 +142,16 @@ def of_pipeline(
 
 
 def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hardware, folder: Path) -> Inspected:
-    """What the passes make of the first model that `script` calls compiled, laid out for `world` ranks.
+    """Run the passes on the program of the first compiled model that `script` calls, for `world` ranks.
 
-    Where a pass fails, what those before it made is in `folder`.
+    If a pass fails, the output of the passes before it is in `folder`.
 
     Raises:
-        SubjectError: there is no such file, or it ends, or fails, before it has called one.
-        ZcompileError: what `compile` or the call has raised.
+        SubjectError: the file does not exist, or the script ends or fails before calling a compiled model.
+        ZcompileError: an error of `compile` or of the call.
     """
     if not script.is_file():
-        raise SubjectError(str(script), "is no file", "give the path of a script, or what `zcompile plan` takes")
+        raise SubjectError(str(script), "is not a file", "give the path of a script, or a model as for `zcompile plan`")
     try:
         with _as_one_rank(), _as_main(script, arguments), intercepting(), autocast_of(hardware.device):
             runpy.run_path(str(script), run_name="__main__")
@@ -162,16 +162,16 @@ def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hard
         raise
     except SystemExit as error:
         if error.code:
-            raise SubjectError(str(script), f"ended with {error.code!r}", "give the arguments that it wants") from error
+            raise SubjectError(str(script), f"ended with {error.code!r}", "give the arguments it requires") from error
     except Exception as error:
         found = raised(error, script)
         raise SubjectError(str(script), found, "fix it; it runs as one rank until its model is traced") from error
-    fix = "let it call the module that zcompile.compile gives, or name a factory in it: script.py:factory"
-    raise SubjectError(str(script), "has ended without calling a compiled model", fix)
+    fix = "let it call the module that zcompile.compile returns, or name a factory in it: script.py:factory"
+    raise SubjectError(str(script), "ended without calling a compiled model", fix)
 
 
 def _rewritten(traced: Program, layout: Layout, request: Request, hardware: Hardware, folder: Path | None) -> Inspected:
-    """What training would do with the program, but for what it measures: that is taken from `hardware`."""
+    """Rewrite the program as training would, with `hardware` in place of measurements."""
     traced, journal = replace(traced, layout=layout), Journal()
     free = checkpoint_budget(request.options, layout, lambda: hardware.memory - model_state(layout).parameters)
     request = replace(request, free=free)
@@ -182,7 +182,7 @@ def _rewritten(traced: Program, layout: Layout, request: Request, hardware: Hard
 
 @contextlib.contextmanager
 def _as_one_rank() -> Iterator[None]:
-    """What a script needs to make a process group of one; what is set stays as it is."""
+    """Set the environment variables for a process group of one rank, unless they are set already."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -198,7 +198,7 @@ def _as_one_rank() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as a script finds them that Python runs."""
+    """Set `sys.argv` and `sys.path` as Python does when it runs a script."""
     before = sys.argv, sys.path
     sys.argv, sys.path = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
     try:

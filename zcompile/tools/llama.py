@@ -1,4 +1,4 @@
-"""Llama-shaped models of the sizes that people speak of, for plans: made on meta, with a tensor-parallel plan."""
+"""Llama-shaped models of well-known sizes, for plans, with a tensor-parallel plan."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from zcompile.tools.choices import shape_named
 
 VOCABULARY = 128256
 BASE = 500_000.0
-"""Of the angles of rotary embeddings."""
+"""Base (theta) of rotary embeddings."""
 
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Layers, channels, channels within an MLP, and attention heads: of queries, and of keys and values."""
+    """Layers, channels, channels within an MLP, query heads, and key/value heads."""
 
     layers: int
     width: int
@@ -40,11 +40,11 @@ SHAPES = {
     "70b": LlamaShape(80, 8192, 28672, 64, 8),
     "405b": LlamaShape(126, 16384, 53248, 128, 8),
 }
-"""Those of Llama 3 (Grattafiori et al. 2024, table 3)."""
+"""Shapes of Llama 3 (Grattafiori et al. 2024, table 3)."""
 
 
 class Llama(nn.Module):
-    """A decoder with RMS norms, rotary embeddings, grouped queries and gated MLPs; its forward gives the loss."""
+    """A decoder with RMS norm, rotary embeddings, grouped-query attention and gated MLPs; forward returns the loss."""
 
     tp_plan: Mapping[str, ParallelStyle] = {
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -74,7 +74,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(shape.width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Both [batch, length], int64; gives the mean cross entropy, float32 []."""
+        """Mean cross entropy, float32 scalar. `tokens` and `targets`: int64 [batch, length]."""
         x = self.tokens(tokens)
         rotation = _rotation(tokens.shape[1], self.head_width, tokens.device)
         for layer in self.layers:
@@ -128,14 +128,14 @@ class _MLP(nn.Module):
 
 
 def _rotation(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles of rotary embeddings, float32 [length, width / 2]."""
+    """Cosines and sines of the rotary angles, float32 [length, width / 2]."""
     frequencies = BASE ** (-torch.arange(0, width, 2, device=device) / width)
     angles = torch.arange(length, device=device)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [..., length, width] with the two halves of each head turned against each other."""
+    """Rotary embedding of `x` [..., length, width]: rotates pairs of its first and second halves."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
@@ -144,7 +144,7 @@ def shape_of(name: str) -> LlamaShape:
     """The shape called `name`: a size such as "8b", or layers x width such as "4x512", with heads of 64 channels.
 
     Raises:
-        OptionError: it is neither.
+        OptionError: `name` is neither.
     """
 
     def made(layers: int, width: int) -> LlamaShape:

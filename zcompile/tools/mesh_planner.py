@@ -1,7 +1,7 @@
-"""The planner over meshes: how many ranks for pipeline, data and tensor parallelism, and what to do on them.
+"""The planner over meshes: how many ranks for pipeline, data and tensor parallelism, and which options on them.
 
-A model is traced for each part of tensor parallelism and each size of micro-batch; what its units take is measured in
-their rewritten programs. Every mesh, schedule and layout is then forecast from that: `zcompile.cost.pipeline_forecast`.
+A model is traced for each degree of tensor parallelism and each micro-batch size, and the cost of each unit is taken
+from its rewritten program. Every mesh and schedule is forecast from these costs: `zcompile.cost.pipeline_forecast`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zcompile.tools.traced_units import TracedUnits, check_no_group
 from zcompile.torch_internals.pytree import tree_leaves
 
 TIMES = (1, 2, 4)
-"""Sizes of micro-batches that are compared, in those of the batch that is given."""
+"""Micro-batch sizes that are compared, as multiples of the given batch."""
 
 
 def plan_meshes(
@@ -49,31 +49,31 @@ def plan_meshes(
     units: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> MeshPlan:
-    """Find the fastest way to train `model` on `world` ranks that fits: a mesh, a schedule, and options beside it.
+    """Find the fastest configuration to train `model` on `world` ranks within memory: mesh, schedule and options.
 
     Args:
-        model: A plain module, on any device or on meta. Nothing is run: it takes no group, GPU or memory.
-        args: Of a call with the smallest micro-batch. Tensors may be on meta.
-        kwargs: Likewise.
-        world: Ranks in all.
-        loss_fn: As of `zcompile.train_step`; by default the model's forward gives the loss.
-        global_batch: Samples of a step, of all ranks; by default as many as `world` of these micro-batches have.
-        hardware: A `Hardware`, the name of a profile that comes along ("h100"), or the path of one.
-        memory_limit: Bytes, or "70 GB", of a rank; by default nine tenths of what the hardware's devices have.
-        tensor_parallel: A plan for `parallelize_module`; by default the model's own. An empty one: none.
-        times: Sizes of micro-batches to compare, in those of the call.
+        model: A plain module, on any device or on meta. It is not run: no group, GPU or memory for it is needed.
+        args: Positional arguments of a call with the smallest micro-batch. Tensors may be on meta.
+        kwargs: Keyword arguments of this call.
+        world: Total number of ranks.
+        loss_fn: As for `zcompile.train_step`; default: the model's forward returns the loss.
+        global_batch: Samples of a step over all ranks; default: `world` times those of the smallest micro-batch.
+        hardware: A `Hardware`, the name of a built-in profile ("h100"), or the path of a profile.
+        memory_limit: Bytes per rank, or "70 GB"; default: nine tenths of a device's memory.
+        tensor_parallel: A plan for `parallelize_module`; default: the model's own; empty: no tensor parallelism.
+        times: Micro-batch sizes to compare, as multiples of the smallest.
         schedules: Pipeline schedules to compare.
         stages: ZeRO stages to compare.
-        checkpoints: None and "unit", or one of them.
-        dtype: To compute in; None: the model's own; "auto": bfloat16 where the hardware has it.
+        checkpoints: Values of `checkpoint=` to compare: None, "unit", or both.
+        dtype: Dtype to compute in; None: the model's own; "auto": bfloat16 if the hardware has a rate for it.
         units: As for `zcompile.compile`.
-        progress: Called with what is done next, how much is done, and how much there is.
+        progress: Called with the next task, the number of tasks done, and their total number.
 
     Raises:
-        OptionError: an option that is not valid, or what is computed is no loss.
-        ProfileError: there is no such profile, or it is not valid.
-        ModelError, CaptureError: see `zcompile.tools.tracing.trace`; or the model is divided already.
-        GroupError: there is a process group, and a plan of tensor parallelism.
+        OptionError: an option is invalid, or the result is not a loss.
+        ProfileError: the profile does not exist or is invalid.
+        ModelError, CaptureError: see `zcompile.tools.tracing.trace`; or the model is tensor-parallel already.
+        GroupError: there is a process group, and tensor parallelism is to be compared.
     """
     began = time.perf_counter()
     device, limit = target_of(hardware, memory_limit)
@@ -106,36 +106,34 @@ def plan_meshes(
 
 
 def _check(model: nn.Module, world: int, dtype: torch.dtype | str | None, global_batch: int | None, least: int) -> None:
-    """Raise OptionError for what is not valid, and ModelError for a model that cannot be planned."""
+    """Raise OptionError for an invalid option, and ModelError for a model that cannot be planned."""
     check_kinds(model)
     if check_divided(model) is not None:
-        fix = "give the plain model, and what divides it as tensor_parallel="
-        raise ModelError(type(model).__name__, "is divided by tensor parallelism already", fix)
+        fix = "give the plain model, and its tensor-parallel plan as tensor_parallel="
+        raise ModelError(type(model).__name__, "is tensor-parallel already", fix)
     if isinstance(dtype, str) and dtype != "auto":
         raise OptionError("dtype", f"is {dtype!r}", "give a torch.dtype, None or 'auto'")
     if dtype is torch.float16:
-        problem = (
-            "is float16, whose gradients want a GradScaler and are kept until all are there, which is not forecast"
-        )
+        problem = "is float16, which needs a GradScaler and so keeps all gradients, and this is not forecast"
         raise OptionError("dtype", problem, "give torch.bfloat16, or None")
     _check_count("world", world)
     if global_batch is not None:
         _check_count("global_batch", global_batch)
         if global_batch % least:
-            problem = f"is {global_batch}, and a micro-batch has {least} rows or a multiple of that"
+            problem = f"is {global_batch}, and micro-batches have a multiple of {least} rows"
             raise OptionError("global_batch", problem, f"give a multiple of {least}")
 
 
 def _check_count(name: str, count: object) -> None:
-    """Raise OptionError for what is no number of things."""
+    """Raise OptionError for anything but a positive integer."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise OptionError(name, f"is {count!r}", "give a whole number, 1 or more")
+        raise OptionError(name, f"is {count!r}", "give a positive integer")
 
 
 def _check_compared(
     times: Sequence[int], schedules: Sequence[str], stages: Sequence[int], checkpoints: Sequence[Checkpoint]
 ) -> None:
-    """Raise OptionError for what cannot be compared."""
+    """Raise OptionError for values that cannot be compared."""
     for name, given in (("times", times), ("schedules", schedules), ("stages", stages), ("checkpoints", checkpoints)):
         if not given:
             raise OptionError(name, "has nothing to compare", "give at least one")
@@ -148,24 +146,24 @@ def _check_compared(
         check_stage(stage)
     for checkpoint in checkpoints:
         if checkpoint not in (None, "unit"):
-            raise OptionError("checkpoints", f"has {checkpoint!r}", "pipelines have None and 'unit'")
+            raise OptionError("checkpoints", f"has {checkpoint!r}", "choose from None and 'unit', as pipelines do")
 
 
 def _low_precision(hardware: Hardware, notes: list[str]) -> torch.dtype | None:
-    """The dtype of 16 bits to compute in."""
+    """bfloat16 if the hardware has a rate for it, else None with a note."""
     if "bfloat16" in hardware.flops:
         return torch.bfloat16
-    notes.append(f"in the model's own dtype: {hardware.name} has no rate of bfloat16, and float16 wants a GradScaler")
+    notes.append(f"in the model's own dtype: {hardware.name} has no bfloat16 rate, and float16 needs a GradScaler")
     return None
 
 
 def _plan_of(
     model: nn.Module, given: Mapping[str, ParallelStyle] | None, notes: list[str]
 ) -> Mapping[str, ParallelStyle] | None:
-    """The plan of tensor parallelism, if there is one.
+    """The tensor-parallel plan, given or the model's own; None with a note if there is none.
 
     Raises:
-        GroupError: there is, and a process group, too.
+        GroupError: there is a plan, and a process group exists.
     """
     try:
         plan = tensor_parallel_plan(model) if given is None else given
@@ -178,16 +176,16 @@ def _plan_of(
 
 
 def _rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Samples of a call: rows of its tensors.
+    """Number of samples in a call: the size of its tensors along dimension 0.
 
     Raises:
-        OptionError: they have several numbers of rows, or none has any.
+        OptionError: these sizes differ or are zero, or there is no tensor with dimensions.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     found = {tensor.shape[0] for tensor in tensors}
     if found == {0}:
-        raise OptionError("args", "has tensors without rows", "give a batch of at least one sample")
+        raise OptionError("args", "has tensors with no rows", "give a batch of at least one sample")
     if len(found) != 1:
-        problem = f"has tensors of {sorted(found)} rows, and micro-batches are cut along dimension 0"
-        raise OptionError("args", problem, "let all that the model is given have a row for each sample")
+        problem = f"has tensors of {sorted(found)} rows, and micro-batches are split along dimension 0"
+        raise OptionError("args", problem, "give tensors with one row for each sample")
     return found.pop()

@@ -1,4 +1,4 @@
-"""A search over meshes: all valid choices, in an order in which most need not be forecast."""
+"""A branch-and-bound search over meshes: choices in the order of their lower bounds, so that few are forecast."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from zcompile.tools.planner import Progress
 from zcompile.tools.traced_units import TracedUnits
 
 STAGES_PER_RANK = {"interleaved1f1b": (2, 4), "interleavedzerobubble": (1, 2)}
-"""What is compared where a schedule leaves the choice."""
+"""Stages per rank that are compared, for schedules that leave them open."""
 ACTIONS = 2**16
-"""The most forwards and backwards of all ranks in a step that is looked at."""
+"""Choices with more forwards and backwards than this, in a step over all ranks, are left out."""
 PREFETCH = 2
-"""Units gathered ahead, as by default."""
+"""Units gathered ahead: the default of `zcompile.compile`."""
 
 
 @dataclass(frozen=True)
 class MeshSpace:
-    """What a search compares."""
+    """The values that a search compares."""
 
     world: int
     global_batch: int
@@ -43,26 +43,26 @@ class MeshSpace:
 
 @dataclass
 class MeshSearch:
-    """A search over meshes: of each, choices in the order of what they take at least, until that is too much."""
+    """A search that finds the fastest choice on each mesh: it stops when a lower bound exceeds the best time."""
 
     traced: TracedUnits
     space: MeshSpace
     limit: float
-    """Bytes of a rank."""
+    """Bytes per rank."""
     tell: Progress
     notes: list[str]
     best: dict[tuple[int, int, int], MeshForecast] = field(default_factory=dict)
     searched: int = 0
     _tried: list[tuple[int, MeshChoice]] = field(default_factory=list)
-    """What does not fit, with what it takes at least."""
+    """Choices that do not fit, with their least bytes."""
     _left_out: int = 0
-    """Choices with more actions than are looked at."""
+    """Number of choices with more than `ACTIONS` actions."""
     _tables: dict[tuple[str, int, int, int], ActionTable | None] = field(default_factory=dict)
     _settings: dict[tuple[Any, ...], PipelineSetting] = field(default_factory=dict)
     _cuts: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Look at all meshes."""
+        """Search all meshes."""
         tensors = list(self._parts())
         for done, tensor in enumerate(tensors):
             self.tell(f"tracing one of {tensor} part{'s' * (tensor > 1)}", done, len(tensors))
@@ -71,7 +71,7 @@ class MeshSearch:
             except (CaptureError, ModelError) as error:
                 if tensor == 1:
                     raise
-                what = f"no tensor parallelism over {tensor} ranks: one's part cannot be traced"
+                what = f"no tensor parallelism over {tensor} ranks: a rank's part cannot be traced"
                 self.notes.append(f"{what}: {error.problem}")
                 continue
             for pipeline in _divisors(self.space.world // tensor):
@@ -84,17 +84,17 @@ class MeshSearch:
         self.tell("done", len(tensors), len(tensors))
 
     def _parts(self) -> Iterator[int]:
-        """Sizes of tensor parallelism: within the innermost level of the network."""
+        """Degrees of tensor parallelism: at most the size of the innermost level of the network."""
         links = self.traced.hardware.links
         most = links[0].members if len(links) > 1 else self.space.world
         yield from (size for size in _divisors(self.space.world) if size == 1 or (self.traced.plan and size <= most))
 
     def _costs(self, tensor: int, size: int, checkpoint: str | None) -> PipelineCosts:
-        """What units take of one of `tensor` parts of the model, for micro-batches of `size` rows."""
+        """Costs of the units on a rank with tensor parallelism of degree `tensor`, for micro-batches of `size` rows."""
         return self.traced.costs(tensor, size // self.space.least, checkpoint=checkpoint is not None)
 
     def _look_at(self, *mesh: int) -> None:
-        """Forecast the choices of a mesh, as far as they may be faster than the best."""
+        """Forecast those choices on a mesh that may be faster than the best so far."""
         pipeline, data, tensor = mesh
         bounded = self._bounded(pipeline, data, tensor)
         for bound, choice in sorted(bounded, key=lambda one: (one[0], one[1].stages_per_rank)):
@@ -103,7 +103,7 @@ class MeshSearch:
             self._try(choice)
 
     def _bounded(self, pipeline: int, data: int, tensor: int) -> Iterator[tuple[float, MeshChoice]]:
-        """The choices of a mesh but for the ZeRO stage, with the seconds that a step takes at least."""
+        """The choices on a mesh, before choosing a ZeRO stage, each with a lower bound of a step's seconds."""
         space = self.space
         for size in (times * space.least for times in space.times):
             microbatches, left = divmod(space.global_batch, data * size)
@@ -124,7 +124,7 @@ class MeshSearch:
                         yield least_seconds(self._divided(choice)), choice
 
     def _table(self, schedule: str, ranks: int, microbatches: int, stages_per_rank: int) -> ActionTable | None:
-        """The table of a schedule; None where it is not for so many."""
+        """The action table of a schedule; None if the schedule does not allow these sizes."""
         key = schedule, ranks, microbatches, stages_per_rank
         if key not in self._tables:
             try:
@@ -149,11 +149,11 @@ class MeshSearch:
             stage = STAGES[choice.stage]
             self._settings[key] = PipelineSetting(costs, self.traced.hardware, stage, axes, pipeline, PREFETCH)
         table = self._table(choice.schedule, choice.pipeline, choice.microbatches, choice.stages_per_rank)
-        assert table is not None, "a choice has one"
+        assert table is not None, "every choice has a table"
         return self._settings[key].at(table, self._starts(choice))
 
     def _try(self, choice: MeshChoice) -> None:
-        """Forecast a choice under the first ZeRO stage with which it fits."""
+        """Forecast a choice in the first ZeRO stage in which it fits."""
         for stage in self._stages_for(choice):
             self.searched += 1
             staged = replace(choice, stage=stage)
@@ -168,7 +168,7 @@ class MeshSearch:
                 return
 
     def _stages_for(self, choice: MeshChoice) -> list[int]:
-        """ZeRO stages, that which sends least first; one rank alone has nothing to divide but what it holds full."""
+        """ZeRO stages, the one that sends least first. One rank shards nothing, but stage 3 still releases units."""
         wanted = (0, 3) if choice.data == 1 else (1, 0, 2, 3)
         return [stage for stage in wanted if stage in self.space.stages] or list(self.space.stages[:1])
 
@@ -188,7 +188,7 @@ class MeshSearch:
 
     @property
     def smallest(self) -> MeshForecast | None:
-        """What takes least memory of all that does not fit."""
+        """The forecast of least memory among the choices that do not fit."""
         fewest, smallest = math.inf, None
         for least, choice in sorted(self._tried, key=lambda tried: tried[0]):
             if least >= fewest:

@@ -1,11 +1,11 @@
-"""Subjects: what a command is about, a model and one rank's batch, from a name that people type.
+"""Subjects of commands: a model and one rank's batch, from a name on the command line.
 
     gpt:7.5b                a GPT of that size (`zcompile.tools.gpt`)
     llama:405b              a Llama of that size, with a tensor-parallel plan (`zcompile.tools.llama`)
-    package.module:factory  a function that gives (model, args) or (model, args, kwargs); also path/to/file.py:factory
-    folder or config.json   a Hugging Face config: a causal language model, by the library transformers
+    package.module:factory  a function that returns (model, args) or (model, args, kwargs); also path/to/file.py:factory
+    folder or config.json   a Hugging Face config: a causal language model, built by the library transformers
 
-Everything is made on meta: nothing is downloaded but a config, and no model takes memory.
+Everything is made on meta: nothing but a config is downloaded, and models take no memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zcompile.tools.gpt import GPT
 from zcompile.tools.llama import Llama
 
 NAMED = ("gpt", "llama")
-"""What stands before the size of a model that has a name."""
+"""Families of built-in models: the part before the colon."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class Subject:
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss_fn: Callable[..., Any] | None = None
-    """What gives the loss alone, where the model gives more; called with it first."""
+    """Returns the loss, for models that return more; called as `loss_fn(model, *args, **kwargs)`."""
     loss: str = "None"
-    """The same as a text of Python."""
+    """The same as Python source."""
 
 
 def subject_of(name: str, *, batch: int, sequence: int) -> Subject:
-    """The model that is meant by `name`; `batch` sequences of `sequence` tokens where it is a language model.
+    """The model named by `name`; a language model gets `batch` sequences of `sequence` tokens.
 
     Raises:
-        SubjectError: there is no such thing, or it cannot be read or made.
-        OptionError: gpt:SIZE or llama:SIZE of no size.
+        SubjectError: it does not exist, or cannot be read or made.
+        OptionError: the SIZE in gpt:SIZE or llama:SIZE is unknown.
     """
     if ":" in name and name.partition(":")[0] in NAMED:
         return _named(name, batch, sequence)
@@ -63,11 +63,11 @@ def subject_of(name: str, *, batch: int, sequence: int) -> Subject:
     if ":" in name:
         return _made(name)
     fix = "give gpt:SIZE, llama:SIZE, module:factory, file.py:factory, or the folder of a Hugging Face config"
-    raise SubjectError(name, "names no model", fix)
+    raise SubjectError(name, "does not name a model", fix)
 
 
 def raised(error: BaseException, file: Path) -> str:
-    """What was raised, and in which line of `file`."""
+    """Describe an error, with the line of `file` where it was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file.resolve()]
     where = f", at {file.name}:{frames[-1].lineno}" if frames else ""
     return f"raised {type(error).__name__}: {error}{where}"
@@ -87,7 +87,7 @@ def _hugging_face(path: Path, batch: int, sequence: int) -> Subject:
     except ImportError as error:
         fix = "pip install transformers, or give a factory that makes the model"
         raise SubjectError(
-            str(path), "is a Hugging Face config, and the library transformers is absent", fix
+            str(path), "is a Hugging Face config, and the library transformers is not installed", fix
         ) from error
     try:
         config = AutoConfig.from_pretrained(path)
@@ -95,17 +95,18 @@ def _hugging_face(path: Path, batch: int, sequence: int) -> Subject:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         if model.loss_type is None:
-            model.loss_type = "ForCausalLM"  # what the library falls back to, with a warning that cannot be traced
-    except Exception as error:  # whatever the library raises, it is about this file
-        problem = f"is no config of a causal language model: {type(error).__name__}: {error}"
-        raise SubjectError(str(path), problem, "give the folder of one, or a factory that makes the model") from error
+            model.loss_type = "ForCausalLM"  # its own fallback warns, which Dynamo cannot trace
+    except Exception as error:  # the library may raise anything for an invalid file
+        problem = f"is not the config of a causal language model: {type(error).__name__}: {error}"
+        fix = "give the folder of such a config, or a factory that makes the model"
+        raise SubjectError(str(path), problem, fix) from error
     tokens = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
     given = {"input_ids": tokens, "labels": tokens}
     return Subject(str(path), model, (), given, _loss, "lambda model, **batch: model(**batch).loss")
 
 
 def _loss(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
-    """The loss among what a Hugging Face model gives."""
+    """The loss in the output of a Hugging Face model."""
     loss: torch.Tensor = model(**batch).loss
     return loss
 
@@ -122,7 +123,7 @@ def _made(name: str) -> Subject:
     parts = made if isinstance(made, tuple) else (made,)
     model, args, kwargs = (*parts, *((), (), {})[len(parts) :]) if 1 <= len(parts) <= 3 else (None, (), {})
     if not isinstance(model, nn.Module) or not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
-        found = f"gives {', '.join(type(part).__name__ for part in parts)}"
+        found = f"returns {', '.join(type(part).__name__ for part in parts)}"
         raise SubjectError(name, found, "return (model, args) or (model, args, kwargs): a module and one batch")
     return Subject(name, model, tuple(args), dict(kwargs))
 
@@ -133,15 +134,15 @@ def _factory(name: str) -> Callable[[], Any]:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        problem = f"has no function {attribute!r}" if factory is None else f"has {attribute!r}, which is no function"
+        problem = f"has no function {attribute!r}" if factory is None else f"has {attribute!r}, which is not a function"
         raise SubjectError(home, problem, nearest(attribute, known) if known else "give the name of a factory in it")
     return factory  # type: ignore[no-any-return]
 
 
 def _module(home: str, name: str) -> ModuleType:
-    """The module at `home`: the path of a file, or the name of what can be imported."""
+    """Import `home`: the path of a .py file, or the name of a module."""
     if home.endswith(".py") and not Path(home).is_file():
-        raise SubjectError(home, "is no file", "give the path of the file that has the factory")
+        raise SubjectError(home, "is not a file", "give the path of the file that has the factory")
     try:
         return _from_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
     except Exception as error:
@@ -153,7 +154,7 @@ def _module(home: str, name: str) -> ModuleType:
 
 
 def _nearest_name(home: str, name: str, error: Exception) -> str:
-    """The named model that is nearest to a module that there is not; empty if none is near."""
+    """The built-in model whose name is nearest to that of a missing module; empty if none is near."""
     absent = isinstance(error, ModuleNotFoundError) and error.name == home
     close = difflib.get_close_matches(home.lower(), NAMED, n=1, cutoff=0.5) if absent else []
     return f"{close[0]}{name.removeprefix(home)}" if close else ""
@@ -164,6 +165,6 @@ def _from_file(path: Path) -> ModuleType:
     assert spec is not None, "a .py file can be loaded"
     assert spec.loader is not None, "a .py file can be loaded"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses and torch look a module up
+    sys.modules[spec.name] = module  # dataclasses and torch look modules up by name
     spec.loader.exec_module(module)
     return module

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 CHECKPOINT_TEXTS = [str(one or "none") for one in CHECKPOINTS]
 AUTO = "auto"
-"""What `--mesh` is that searches all of them."""
+"""The value of `--mesh` that searches all meshes."""
 Meshes = Annotated[
     list[str],
     typer.Option(
         "--mesh",
-        help="NODESxRANKS: compare what such a mesh of two levels may divide; repeat. Or 'auto': search all meshes of "
+        help="NODESxRANKS: compare layouts on such a mesh of two levels; repeat. Or 'auto': search all meshes of "
         "pipeline, data and tensor parallelism.",
     ),
 ]
@@ -49,25 +49,25 @@ Worlds = Annotated[
     list[int], typer.Option("--world", "-w", min=1, help="Data-parallel ranks; repeat. With --mesh auto, all ranks.")
 ]
 Limit = Annotated[
-    str | None, typer.Option("--memory-limit", "-m", help="Of a rank, such as '70 GB'; by default 0.9 of a device's.")
+    str | None, typer.Option("--memory-limit", "-m", help="Per rank, such as '70 GB'; default: 0.9 of a device's.")
 ]
 Batch = Annotated[
     int, typer.Option("--batch", "-b", min=1, help=f"{BATCH}; with --mesh auto, in the smallest micro-batch.")
 ]
 GlobalBatch = Annotated[
     int | None,
-    typer.Option("--global-batch", min=1, help="With --mesh auto: sequences of a step. By default --batch a rank."),
+    typer.Option("--global-batch", min=1, help="With --mesh auto: sequences per step; default: --batch per rank."),
 ]
 Checkpoints = Annotated[
     list[str], typer.Option("--checkpoint", help="'none', 'unit', a size or a share of the peak; repeat.")
 ]
 Dtypes = Annotated[
     list[str],
-    typer.Option("--dtype", help=f"'{OWN}' or one of {', '.join(DTYPES)}; repeat. By default own and the hardware's."),
+    typer.Option("--dtype", help=f"'{OWN}' or one of {', '.join(DTYPES)}; repeat. Default: own, and 16 bits."),
 ]
 Shards = Annotated[
     list[str],
-    typer.Option("--shard", help=f"Of a mesh of two levels, compare {', '.join(SHARDS)}; repeat. All of them."),
+    typer.Option("--shard", help=f"For a mesh of two levels: {', '.join(SHARDS)}; repeat. Default: all."),
 ]
 
 
@@ -91,7 +91,7 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Also write the plan as a page to this .html.")] = None,
 ) -> None:
-    """Forecast memory per rank and time of a step for every choice of options, and recommend one.
+    """Forecast the memory per rank and the time of a step for every choice of options, and recommend a choice.
 
     Nothing is run: no process group, no GPU, no memory for the model.
     """
@@ -108,10 +108,10 @@ def plan_command(
         check_target("html", html, ".html")
     checkpoints, dtypes = [checkpoint_of(one) for one in checkpoint], [dtype_of(one) for one in dtype]
     device = load_profile(hardware)
-    choices_of(dtypes or [None], stage, checkpoints, prefetch)  # before the model is made, which takes its time
+    choices_of(dtypes or [None], stage, checkpoints, prefetch)  # check before making the model, which takes time
     limit = _limit(memory_limit)
     fix = "give nodes and the ranks of each, such as 8x4, or auto alone"
-    shapes = [sizes_of(one, "is no mesh of two levels", fix) for one in mesh]
+    shapes = [sizes_of(one, "is not a mesh of two levels", fix) for one in mesh]
     with progress_bar(quiet=as_json) as progress:
         subject = subject_of(model, batch=batch, sequence=sequence)
         made = plan(
@@ -137,10 +137,10 @@ def plan_command(
 
 
 def _plan_meshes(context: typer.Context) -> None:
-    """The plan over meshes that the command was asked for.
+    """Carry out `--mesh auto`.
 
     Raises:
-        OptionError: an option that is not for it, or several of one that is.
+        OptionError: an option does not apply, or is given several times.
     """
     from zcompile.cost.hardware import load_profile
     from zcompile.tools.mesh_planner import plan_meshes
@@ -152,7 +152,7 @@ def _plan_meshes(context: typer.Context) -> None:
             raise OptionError(name, "is not compared over meshes", "leave it out, or --mesh auto")
     for name, least in (("world", 1), ("dtype", 0)):
         if not least <= len(given[name]) <= 1:
-            raise OptionError(name, f"is given {len(given[name])} times", "give one with --mesh auto")
+            raise OptionError(name, f"is given {len(given[name])} times", "give it once with --mesh auto")
     device = load_profile(given["hardware"])
     with progress_bar(quiet=given["as_json"]) as progress:
         subject = subject_of(given["model"], batch=given["batch"], sequence=given["sequence"])
@@ -176,10 +176,10 @@ def _plan_meshes(context: typer.Context) -> None:
 
 
 def _limit(text: str | None) -> int | None:
-    """Bytes of a memory limit. A shell knows no numbers: digits are one.
+    """Parse a memory limit, in bytes if it has no unit.
 
     Raises:
-        OptionError: it is no size.
+        OptionError: it is not a size.
     """
     from zcompile.schedule.option_checks import bytes_of
 
@@ -195,11 +195,11 @@ def _write_page(html: Path, made: Plan) -> None:
 def _print_plan(
     made: PrintedPlan, beside: Mapping[str, int] | None, write_page: Callable[[], None] | None = None
 ) -> None:
-    """Print a plan, as JSON with what stands `beside` it if that is given, and write its page.
+    """Print a plan, as JSON with the extra entries `beside` unless that is None, and write its page.
 
     Raises:
-        OptionError: beside JSON, nothing fits; a table has said so itself.
-        typer.Exit: nothing fits.
+        OptionError: nothing fits, for JSON.
+        typer.Exit: nothing fits, for a table, which says so itself.
     """
     if beside is not None:
         print(json.dumps({**made.as_dict(), **beside}, indent=1))

@@ -1,7 +1,7 @@
-"""The planner: memory and time of a model under every choice, before any machine is rented.
+"""The planner: forecasts memory and time of a model for every choice of options, without a device.
 
-A model is traced once for each precision; each choice is a pipeline over that program, which the simulator runs on a
-profile of hardware. What choices have in common is rewritten once.
+A model is traced once per dtype. Each choice is a pipeline of passes over this program, and the simulator runs the
+result on a hardware profile. Passes that choices share run once.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from zcompile.torch_internals.dtensor import mesh_size
 from zcompile.torch_internals.pytree import tree_leaves
 
 RESERVED = 0.1
-"""Share of a device's memory that a plan leaves to what it does not count: workspaces, fragments, libraries."""
+"""Share of a device's memory left for uncounted uses: workspaces, fragmentation, libraries."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is done next, how much is done, and how much there is."""
+"""Called with the next task, the number of tasks done, and their total number."""
 
 
 def plan(
@@ -57,30 +57,30 @@ def plan(
     whole: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Forecast memory and time of a training step of `model(*args, **kwargs)` on each rank, for every choice.
+    """Forecast the memory per rank and the time of a training step of `model(*args, **kwargs)` for every choice.
 
     Nothing is run: no process group, no GPU, and no memory for a model on meta.
 
     Args:
-        model: A plain module, on any device or on meta, or one that `parallelize_module` has divided over any group.
-        args: Of one rank's call: one micro-batch. Tensors may be on meta.
-        kwargs: Likewise.
-        worlds: Numbers of data-parallel ranks.
-        hardware: A `Hardware`, the name of a profile that comes along ("h100"), or the path of one.
-        memory_limit: Bytes, or "70 GB", of a rank; by default nine tenths of what the hardware's devices have.
+        model: A plain module on any device or on meta, or a module that `parallelize_module` has divided.
+        args: Positional arguments of one rank's call, with one micro-batch. Tensors may be on meta.
+        kwargs: Keyword arguments of this call.
+        worlds: Numbers of data-parallel ranks to compare.
+        hardware: A `Hardware`, the name of a built-in profile ("h100"), or the path of a profile.
+        memory_limit: Bytes per rank, or "70 GB"; default: nine tenths of a device's memory.
         stages: ZeRO stages to compare.
-        prefetches: Numbers of units gathered ahead to compare.
-        checkpoints: Settings of `checkpoint=` to compare; one without effect on this model is left out.
-        dtypes: Dtypes to compute in to compare, None for the model's own; by default that and the hardware's low one.
-        replicas: Ranks along the outer of two dimensions of a mesh to compare, 1 for a mesh of one.
-        hybrids: Settings of `shard=` to compare on meshes of two dimensions.
+        prefetches: Values of `prefetch=` to compare.
+        checkpoints: Values of `checkpoint=` to compare; values without effect on this model are left out.
+        dtypes: Dtypes to compute in, None for the model's own; default: that, and a 16-bit dtype of the hardware.
+        replicas: Sizes of the outer mesh dimension to compare; 1 for a mesh of one dimension.
+        hybrids: Values of `shard=` to compare on meshes of two dimensions.
         units: As for `zcompile.compile`.
-        whole: Likewise; choices by which all ranks have rows of these parameters are compared, and not recommended.
-        progress: Called with what is done next, how much is done, and how much there is.
+        whole: As for `zcompile.compile`; choices that shard these parameters are compared, too, but not recommended.
+        progress: Called with the next task, the number of tasks done, and their total number.
 
     Raises:
-        OptionError: an option that cannot be meant.
-        ProfileError: no such profile, or one that cannot be meant.
+        OptionError: an option is invalid.
+        ProfileError: the profile does not exist or is invalid.
         ModelError, CaptureError: see `zcompile.tools.tracing.trace`.
     """
     device, limit = target_of(hardware, memory_limit)
@@ -99,8 +99,8 @@ def plan(
         forecasts += rewriters[choice.dtype].forecasts(choice, list(dict.fromkeys(worlds)), device)
     tell("done", len(choices), len(choices))
     if not forecasts:
-        fix = "let None be among them, or give units= of modules that compute something"
-        raise OptionError("checkpoints", f"of {list(checkpoints)} none has an effect on this model", fix)
+        fix = "add None, or give units= of modules that compute something"
+        raise OptionError("checkpoints", f"{list(checkpoints)} have no effect on this model", fix)
     parts = max(mesh_size(parameter) for parameter in model.parameters())
     tensors = (leaf for leaf in tree_leaves((args, dict(kwargs or {}))) if isinstance(leaf, torch.Tensor))
     types = ", ".join(str(TensorType.make(tensor.dtype, tuple(tensor.shape))) for tensor in tensors)
@@ -108,30 +108,30 @@ def plan(
 
 
 def target_of(hardware: str | Hardware, memory_limit: int | str | None) -> tuple[Hardware, float]:
-    """What is planned for, and the bytes that a rank may take of it.
+    """The hardware of a plan, and the memory limit of a rank in bytes.
 
     Raises:
-        OptionError: the limit is no size.
-        ProfileError: no such profile, or one that cannot be meant.
+        OptionError: the limit is not a size.
+        ProfileError: the profile does not exist or is invalid.
     """
     device = load_profile(hardware) if isinstance(hardware, str) else hardware
     return device, bytes_of("memory_limit", memory_limit) or (1 - RESERVED) * device.memory
 
 
 def name_and_size(model: nn.Module) -> tuple[str, int]:
-    """What a model is called in a plan, and how many parameters it has."""
+    """The name of a model in a plan, and its number of parameters."""
     return type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
 
 
 Division = tuple[int, Hybrid, bool]
-"""Ranks along the outer axis, what the two axes divide, and whether there are owners."""
+"""Size of the outer axis, what the two axes shard, and whether parameters have owners."""
 
 
 def divisions_of(replicas: Sequence[int], hybrids: Sequence[str], owners: Sequence[bool]) -> list[Division]:
-    """All that can be meant: a mesh of one dimension has nothing to choose, and secondary shards have no owners.
+    """All valid combinations: a mesh of one dimension has no hybrids, and owners are possible with HSDP only.
 
     Raises:
-        OptionError: one of them is no setting.
+        OptionError: a value is invalid.
     """
     check_worlds(replicas)
     for one in hybrids:
@@ -152,17 +152,17 @@ def choices_of(
     prefetches: Sequence[int],
     divided: Sequence[Division] = ((1, Hybrid.HSDP, False),),
 ) -> list[Choice]:
-    """All of them that can be meant; under stage 0 nothing is gathered, ahead or not, and nothing is divided.
+    """All valid combinations. Stage 0 neither gathers nor shards, so prefetches and divisions do not multiply it.
 
     Raises:
-        OptionError: one of them is no setting.
+        OptionError: a value is invalid, or there is no combination.
     """
     made = (
         Choice(stage, prefetch, checkpoint, dtype, *(division if stage else ()))
         for dtype in dtypes
         for stage in stages
         for division in divided
-        if stage == 3 or division[1] is not Hybrid.HPZ  # where full copies are kept, hpZ is HFSDP
+        if stage == 3 or division[1] is not Hybrid.HPZ  # in stages 1 and 2, which keep full copies, hpZ equals HFSDP
         for checkpoint in checkpoints
         for prefetch in (prefetches if stage else prefetches[:1])
     )
@@ -179,7 +179,7 @@ def _options_of(choice: Choice) -> Options:
 
 
 class Rewriter:
-    """The programs of one traced model; what they have in common is rewritten once."""
+    """Makes the programs of one traced model for each choice; passes that choices share run once."""
 
     def __init__(
         self, model: nn.Module, traced: Program, units: Sequence[str] | None, whole: Sequence[str] | None = None
@@ -190,9 +190,9 @@ class Rewriter:
         self._done: dict[tuple[Any, ...], Verified] = {}
 
     def forecasts(self, choice: Choice, worlds: Sequence[int], hardware: Hardware) -> Iterator[Forecast]:
-        """What each world takes; nothing where the checkpoint setting has no effect."""
+        """Forecasts for each world; none if the checkpoint setting has no effect."""
         for world in (world for world in worlds if world % choice.replicas == 0):
-            # From two ranks on along each axis, programs differ in the sizes of shards alone; and in who owns what.
+            # With two or more ranks along each axis, programs differ only in shard sizes, and in the owners if any.
             most = world if choice.owners else 2
             shards, times = min(world // choice.replicas, most), min(choice.replicas, most)
             try:
@@ -205,10 +205,10 @@ class Rewriter:
             yield self._forecast(replace(program, layout=layout), choice, hardware)
 
     def program(self, choice: Choice, world: int, replicas: int = 1) -> Program:
-        """The finished program of a choice, laid out for `world` ranks, so many of them along the outer axis.
+        """The rewritten program of a choice for `world` ranks, `replicas` of them along the outer axis.
 
         Raises:
-            OptionError: the checkpoint setting has no effect, or cannot be met.
+            OptionError: the checkpoint setting has no effect, or its budget cannot be met.
         """
         before, behind = _options_of(choice).pipeline().until(Trait.SCHEDULES)
         first = [step for step in before if Trait.BEFORE_LAYOUT in step.traits]
@@ -223,14 +223,14 @@ class Rewriter:
             choice.hybrid,
         )
         at_stage = shared.laid_out(layout)
-        # A budget is kept by the whole of the program, its schedule included; the other settings do not look at it.
+        # Only a checkpoint budget depends on the schedule, and so on prefetch: it must hold for the final program.
         budget = choice.prefetch if choice.checkpoint not in (None, "unit") else None
         head = (choice.stage, choice.checkpoint, world, replicas, choice.hybrid, choice.owners, budget)
         placed = self._run(head, at_stage, [step for step in before if step not in first])
         return self._run((*head, choice.prefetch), placed, behind).program
 
     def _run(self, key: tuple[Any, ...], begun: Verified, passes: Sequence[Pass]) -> Verified:
-        """What `passes` make of a program, made once for each `key`."""
+        """Run `passes` on a program; results are cached by `key`."""
         if key not in self._done:
             self._done[key] = begun.after(passes)
         return self._done[key]

@@ -1,8 +1,8 @@
-"""Replay: the recorded runs of one rank again, line by line, in one process, without groups and without the model.
+"""Replay: run the recorded runs of one rank again, line by line, in one process, without groups or the model.
 
-The text of a recording is not executed: its lines are calls of a few known functions with names, lists and numbers,
-which this interprets. What a line computes is compared with what it gave when it was recorded, bit for bit; what came
-from elsewhere (inputs, parameters and gradients that communications received) is given to it as it was.
+The text of a recording is not executed but interpreted: its lines call a few known functions with names, lists and
+numbers. The values that a line computes are compared bit for bit with the recorded ones; values from elsewhere (inputs,
+and parameters and gradients received by communications) are taken from the recording.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from zcompile.torch_internals.inductor import prepare_inductor
 from zcompile.torch_internals.operators import GivenCollectives, is_collective
 
 _COMPUTED = {name: OPERATIONS[name] for name in ("accumulate", "add", "copy", "plus", "release", "store", "write")}
-"""What a line calls beside regions that runs again; of others there is what they gave, or nothing to give."""
+"""Functions that run again, besides regions. The results of all other functions are taken from the recording."""
 _LONGEST = 150
-"""Columns of a line that is shown."""
-_WITHOUT_GROUPS = "Regions with collectives of their own ran operation by operation: Inductor wants the groups."
-_FOR_THESE_SIZES = "Regions for sizes that vary were compiled for the recorded ones."
+"""Maximum length of a printed line."""
+_WITHOUT_GROUPS = "Regions that contain collectives ran operation by operation: Inductor needs the groups."
+_FOR_THESE_SIZES = "Regions with dynamic sizes were compiled for the recorded sizes."
 
 
 class Verdict(StrEnum):
-    """What a value of a replay is, beside the recorded one."""
+    """The result of comparing a replayed value with the recorded one."""
 
     GIVEN = "given"
-    """It came from elsewhere, and is given to the program as it was."""
+    """It came from elsewhere, and was taken from the recording."""
     EQUAL = "equal"
-    """It was computed again, and has the same bits, shape and strides."""
+    """It was recomputed, and has the same bits, shape and strides."""
     STRIDES = "other strides"
-    """It has the same bits and shape."""
+    """It has the same bits and shape, but other strides."""
     DIFFERS = "DIFFERS"
     STALE = "STALE"
-    """It was gathered, and this rank's rows of it are not those of its shard."""
+    """It was gathered, and this rank's rows differ from its shard."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor that a line gave."""
+    """One tensor in the result of a line."""
 
     name: str
     verdict: Verdict
@@ -66,18 +66,18 @@ class Value:
 
 @dataclass(frozen=True)
 class ReplayedLine:
-    """A line that has run."""
+    """A line that has run, and its values."""
 
     run: ArchivedRun
     number: int
-    """Of its first line in the text of the phase."""
+    """Line number in the text of the phase; the first if the statement spans several lines."""
     operation: str
     values: Sequence[Value]
 
 
 @dataclass
 class Stop:
-    """Where a replay stops: behind a line of a run, or the value of a name; None: at its end."""
+    """Where a replay stops: after line `line`, or after the line that makes the value `name`."""
 
     run: str = ""
     line: int = 0
@@ -85,7 +85,7 @@ class Stop:
 
     @classmethod
     def parse(cls, text: str) -> Stop:
-        """`forward:12`, `run_002_forward:12`, `backward:loss_grad` or `loss`."""
+        """Parse `forward:12`, `run_002_forward:12`, `backward:loss_grad` or `loss`."""
         run, colon, place = text.rpartition(":")
         if place.isdecimal() and colon:
             return cls(run, int(place))
@@ -103,31 +103,31 @@ class Stop:
 
 @dataclass
 class Replay:
-    """The recorded runs of one rank, to be run again."""
+    """Runs the recorded runs of one rank again."""
 
     archive: Archive
     trace: bool = True
-    """Look for what made non-finite values within regions."""
+    """Look for the operations that made non-finite values within regions."""
     findings: dict[str, NonFinite] = field(default_factory=dict)
-    """The first NaN and the first infinity, once they were met."""
+    """The first NaN and the first infinity that were found, by kind."""
     made: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Values that later runs take, by the line that gave them."""
+    """Values that later runs take, by "RUN CALL ITEM"."""
     failure: str = ""
-    """Where a run failed when it was recorded, and by what."""
+    """Where and how a run failed when it was recorded."""
     notes: set[str] = field(default_factory=set)
-    """What may change last bits."""
+    """Differences from the recorded run that may change the last bits of values."""
     _programs: dict[str, tuple[Program, Mapping[str, Callable[..., Any]]]] = field(default_factory=dict)
 
     def lines(self, until: str = "") -> Iterator[ReplayedLine]:
-        """Run line by line, up to and with the line `until`; raise ReplayError for what is damaged or cannot run."""
+        """Run line by line, up to and including `until`. Raises ReplayError for damaged records or an unknown line."""
         stop = Stop.parse(until)
         runs = self.archive.runs
         if until and not any(stop.is_in(run) for run in runs):
             names = ", ".join(run.name for run in runs)
-            raise ReplayError(until, f"there is no run {stop.run!r}", f"choose from {names}, forward and backward")
+            raise ReplayError(until, f"there is no run {stop.run!r}", f"choose from {names}, or forward and backward")
         if stop.name and not any(self._names(stop.name, run) for run in runs if stop.is_in(run)):
-            fix = "names are those in forward.py and backward.py in the recording's `programs`"
-            raise ReplayError(until, "no line that has run gives a value of this name", fix)
+            fix = "take a name from forward.py or backward.py in the recording's `programs`"
+            raise ReplayError(until, "no recorded line makes a value of this name", fix)
         wanted = self._wanted(runs)
         about = self.archive.about
         with with_numerics(about["numerics"]), generators_back(self.archive.device), torch.no_grad():
@@ -139,15 +139,15 @@ class Replay:
                 if last is not None:
                     return
         if until:
-            fix = "lines are those of forward.py and backward.py in the recording's `programs`, names those in them"
-            raise ReplayError(until, "no line that has run gives a value of this name", fix)
+            fix = "take a line or a name from forward.py or backward.py in the recording's `programs`"
+            raise ReplayError(until, "no recorded line makes a value of this name", fix)
 
     def _names(self, name: str, run: ArchivedRun) -> bool:
-        """True if a line of a run gives a value of this name."""
+        """True if a line of a run makes a value of this name."""
         return any(name in line.names for line in lines_of(self.archive, run))
 
     def _wanted(self, runs: Sequence[ArchivedRun]) -> set[str]:
-        """The lines whose values later runs take."""
+        """The places of values that later runs take."""
         result = set()
         for run in runs:
             with _readable(self.archive, run):
@@ -156,14 +156,14 @@ class Replay:
         return result
 
     def program(self, run: ArchivedRun) -> tuple[Program, Mapping[str, Callable[..., Any]]]:
-        """The program of a run, and its regions compiled as they were."""
+        """The program of a run, and its compiled regions."""
         if run.program not in self._programs:
             program = read_program(self.archive, run.program)
             self._programs[run.program] = program, dict(self._compiled(run, program))
         return self._programs[run.program]
 
     def _compiled(self, run: ArchivedRun, program: Program) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """The regions of a program, by the backend that has compiled them."""
+        """Compile the regions of a program with the recorded backend, as far as possible here."""
         eager, cache = RegionCache("eager"), RegionCache(self.archive.about["backend"])
         if cache.backend == "eager":
             yield from eager.get_all(program.regions).items()
@@ -181,18 +181,18 @@ class Replay:
                 yield name, cache.get(region)
 
     def found(self, noted: Tensor) -> torch.Tensor:
-        """A tensor that a line was given: read, or computed by an earlier run."""
+        """A recorded tensor: read from a file, or computed by an earlier run of this replay."""
         if noted.place in ("", "file"):
             return self.archive.tensor(noted)
         run, call, item = noted.place.split()
         if noted.place not in self.made:
-            raise damaged(f"{run}.json", f"call {call} gave no value {item}, which a later run takes")
+            raise damaged(f"{run}.json", f"call {call} made no value {item}, which a later run takes")
         return self.made[noted.place]
 
 
 @dataclass(frozen=True)
 class NonFiniteValue:
-    """A value that is not finite, by the record alone."""
+    """A non-finite value, found in the recording without a replay."""
 
     run: ArchivedRun
     line: int
@@ -214,17 +214,17 @@ def first_recorded(archive: Archive, kind: str) -> NonFiniteValue | None:
 
 @dataclass(frozen=True)
 class CallLine:
-    """A line of the text of a phase: a call, and what its results are bound to."""
+    """A line in the text of a phase: a call, and the names that its results are bound to."""
 
     number: int
     statement: ast.stmt
     call: ast.Call
     targets: Sequence[str]
-    """With `*` that of a list."""
+    """The name of a list begins with `*`."""
     is_spread: bool
-    """Whether each target is bound to a part of the result."""
+    """True if each target is bound to a part of the result."""
     deleted: list[str] = field(default_factory=list)
-    """Names that are deleted behind it."""
+    """Names that are deleted after it."""
 
     @property
     def operation(self) -> str:
@@ -236,20 +236,20 @@ class CallLine:
 
     @property
     def shown(self) -> str:
-        """Its text, in one line."""
+        """Its text, on one line."""
         text = ast.unparse(self.call if self.operation == "unbox" else self.statement)
         return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
 def lines_of(archive: Archive, run: ArchivedRun) -> list[CallLine]:
-    """The text of a phase that ran, parsed; raise ReplayError if it is damaged."""
+    """Parse the text of the phase of a run. Raises ReplayError if it is damaged."""
     name = f"{run.program}/{run.phase}.py"
     try:
         found = ast.parse(archive.text(name)).body
     except SyntaxError as error:
         raise damaged(archive.home / name, f"line {error.lineno}: {error.msg}") from error
     if len(found) != 1 or not isinstance(found[0], ast.FunctionDef):
-        raise damaged(archive.home / name, "is not one function")
+        raise damaged(archive.home / name, "is not a single function")
     lines = list[CallLine]()
     for one in found[0].body:
         match one:
@@ -273,25 +273,25 @@ def _described(calls: Mapping[str, Any]) -> Iterator[Described]:
 
 @contextlib.contextmanager
 def _readable(archive: Archive, run: ArchivedRun) -> Iterator[None]:
-    """Raise ReplayError where what is read inside of a run has not the form of a record."""
+    """Raise ReplayError if the record of a run does not have the expected form."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ReplayError):
             raise
-        problem = f"is no record of a run: {type(error).__name__}: {error}"
+        problem = f"is not the record of a run: {type(error).__name__}: {error}"
         raise damaged(archive.home / f"{run.name}.json", problem) from error
 
 
 class _UnreadMemory:
-    """What stands for memory that is lent, and for what is on its way: nothing is ever read from it."""
+    """Stands for borrowed memory and for async work, which a replay never reads."""
 
     def take(self, _: int) -> None:
-        """No bytes on the stack: `store` allocates."""
+        """Return no memory, so that `store` allocates."""
 
 
 class RunReplay:
-    """One run, line by line."""
+    """Runs one run line by line."""
 
     def __init__(self, replay: Replay, run: ArchivedRun, wanted: set[str]) -> None:
         self.replay, self.run, self.wanted = replay, run, wanted
@@ -305,18 +305,18 @@ class RunReplay:
         self.text_lines = lines_of(self.archive, run)
 
     def last_line(self, stop: Stop) -> int | None:
-        """The number of the line to stop after; None if it is not in this run. Raise ReplayError for no line."""
+        """The line number to stop after; None if it is not in this run. Raises ReplayError if there is no such line."""
         if not stop.line:
             return next((line.number for line in self.text_lines if stop.name in line.names), None)
         count = len(self.archive.text(f"{self.run.program}/{self.run.phase}.py").splitlines())
         before = [line.number for line in self.text_lines if line.number <= stop.line]
         if stop.line > count or not before:
             fix = f"give one from {self.text_lines[0].number} to {count}"
-            raise ReplayError(f"{self.file}, line {stop.line}", "there is no line to stop behind", fix)
+            raise ReplayError(f"{self.file}, line {stop.line}", "there is no line to stop after", fix)
         return before[-1]
 
     def lines(self, last: int | None) -> Iterator[ReplayedLine]:
-        """Run its lines up to and with that at line `last`; None: all."""
+        """Run the lines up to and including line `last`; None: all."""
         self._set_generators()
         for number, line in enumerate(self.text_lines):
             if number >= len(self.recorded["calls"]):
@@ -332,16 +332,16 @@ class RunReplay:
         return f"{self.file}, line {number}"
 
     def _end(self, line: CallLine) -> None:
-        """The record ends before `line`, which failed; raise ReplayError if it did not, so that calls are missing."""
+        """Note the failure at `line`, where the record ends. Raises ReplayError if the run did not fail there."""
         where = self._at(line.number)
         if not self.run.raised:
-            raise damaged(where, "has no record, though the run came to its end")
+            raise damaged(where, "is not recorded, although the run finished")
         self.replay.failure = f"{self.run.name} failed at {where}:\n    {line.shown}\n  {self.run.raised}"
 
     def _line(self, line: CallLine, number: int) -> ReplayedLine:
         recorded, operation, where = self.recorded["calls"][number], line.operation, self._at(line.number)
         if recorded["function"] != operation:
-            raise damaged(where, f"calls {operation}, where {recorded['function']} was recorded")
+            raise damaged(where, f"calls {operation}, but {recorded['function']} was recorded")
         try:
             result = self._called(line.call, operation, recorded)
             given = self._compared(line, result, recorded["gives"], number)
@@ -385,12 +385,12 @@ class RunReplay:
         try:
             return value_of(expression, self.names)
         except ParseError as error:
-            problem = f"{ast.unparse(expression)!r} is nothing that a line takes"
+            problem = f"{ast.unparse(expression)!r} is not a valid argument"
             raise damaged(self._at(expression.lineno), problem) from error
 
     @contextlib.contextmanager
     def _collectives(self, recorded: Mapping[str, Any]) -> Iterator[None]:
-        """Collectives of DTensors within a region give what they gave."""
+        """Let DTensor collectives within a region return their recorded results."""
         if "inside" not in recorded:
             yield
             return
@@ -408,7 +408,7 @@ class RunReplay:
             generator.set_state(self.replay.found(Tensor.read(state)).cpu())
 
     def _compared(self, line: CallLine, result: Any, recorded: Described, number: int) -> list[Value]:
-        """The tensors of a result beside the recorded ones."""
+        """Compare the tensors of a result with the recorded ones."""
         tensors: list[torch.Tensor] = []
 
         def noted_here(tensor: torch.Tensor) -> Tensor:
@@ -417,7 +417,7 @@ class RunReplay:
 
         before, after = list(leaves_of(recorded)), list(leaves_of(described(result, noted_here)))
         if len(before) != len(after):
-            problem = f"{line.operation} gives {len(after)} values, where {len(before)} were recorded"
+            problem = f"{line.operation} returns {len(after)} values, but {len(before)} were recorded"
             raise damaged(self._at(line.number), problem)
         stale = self._stale(result) if isinstance(result, Full) else ()
         values, is_given, items = [], line.operation in GIVEN, iter(range(len(before)))
@@ -432,7 +432,7 @@ class RunReplay:
         return values
 
     def _stale(self, full: Full) -> list[str]:
-        """Parameters that were gathered and are, in this rank's rows, not what it keeps of them."""
+        """Names of gathered parameters whose rows of this rank differ from its shard."""
         unit, rank = self.units.get(full.unit.name), self.archive.about["data_rank"]
         if unit is None:
             return []
@@ -441,7 +441,7 @@ class RunReplay:
             start, stop = param.shard_rows(rank)
             rows = full[index][start:stop] if param.shape else full[index]
             own, wire = unit[index], param.outer_gather_dtype
-            # Cast as what is sent is.
+            # Cast the shard as gathers do before sending.
             own = (
                 own.to(rows)
                 if wire is None
@@ -461,5 +461,5 @@ def _verdict(was: Tensor, now: Tensor, *, given: bool) -> Verdict:
 
 
 def _leaf(value: Described) -> Tensor:
-    """A tensor of a described value; a number is one without dimensions."""
+    """The tensor of a described value; a number becomes a 0-d tensor."""
     return Tensor.read(value) if value["kind"] == "tensor" else Tensor.of(torch.tensor(value["value"]))[0]

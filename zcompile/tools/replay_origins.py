@@ -1,4 +1,4 @@
-"""Where numbers that are not finite come from: the first line that gives one, and the operation within its region."""
+"""Where non-finite values come from: the first line with such a value, and the operation within its region."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from zcompile.torch_internals.operators import OpOverload, writes_arguments
 from zcompile.torch_internals.pytree import tree_leaves
 
 KINDS = {"nan": "NaN", "inf": "inf"}
-"""How each kind is called."""
+"""Display names of the kinds."""
 
 
 @dataclass(frozen=True)
 class RunLine:
-    """A line of a run."""
+    """A line of a run: where it is, and its text."""
 
     line: str
     code: str
@@ -38,20 +38,20 @@ class RunLine:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The first number of a kind that is not finite."""
+    """The first value with NaN or infinite elements."""
 
     kind: str
     place: RunLine
     name: str
     count: int
-    """In the value of this name."""
+    """Number of such elements in the value `name`."""
     reasons: Sequence[str]
-    """Lines of text: where it comes from."""
+    """Explanation of the origin, as lines of text."""
 
 
 @dataclass
 class Tracer:
-    """Looks for them while the lines of one run are replayed."""
+    """Looks for non-finite values while the lines of one run are replayed."""
 
     program: Program
     phase: Phase
@@ -60,7 +60,7 @@ class Tracer:
     _states: list[torch.Tensor] = field(default_factory=list)
 
     def before(self, name: str, args: Sequence[Any]) -> None:
-        """The region `name` is about to run with `args`, which are kept until the line has been looked at."""
+        """Keep the arguments of region `name`, which is about to run, until `look` has seen its line."""
         graph = self.program.regions[name].graph
         targets = (node.target for node in graph.nodes)
         writes = any(writes_arguments(target) for target in targets if isinstance(target, OpOverload))
@@ -75,7 +75,7 @@ class Tracer:
         result: Any,
         values: Sequence[tuple[str, Tensor]],
     ) -> None:
-        """Add what is found first in what a line gave."""
+        """Record the first value of each kind in the result of a line."""
         counts = {kind: [(name, getattr(noted, kind)) for name, noted in values] for kind in KINDS}
         for kind, counted in counts.items():
             bad = next(((name, count) for name, count in counted if count), None)
@@ -91,8 +91,8 @@ class Tracer:
                 return list(self._of_ranks(kind, result))
             case "wait", Gradients():
                 return [
-                    "It was received. No value of this rank had one before, so it is of another rank's gradients:",
-                    "`zcompile replay FOLDER` shows where each rank that was recorded had its first one.",
+                    "It was received. No earlier value of this rank has one, so it is from another rank's gradients:",
+                    "`zcompile replay FOLDER` shows where each recorded rank has its first one.",
                 ]
             case "wait", _:
                 return [self._of_messages(name)]
@@ -101,39 +101,39 @@ class Tracer:
         return []
 
     def _of_inputs(self, name: str) -> str:
-        """What an input is in which it is."""
+        """Explain what the input `name` is."""
         if name in {param.name for param in self.program.layout.params}:
-            return "It is in this rank's part of the parameter, which was not finite before this run."
+            return "It is in this rank's shard of the parameter, which was not finite before this run."
         if self.phase is Phase.STEP:
-            return "It is in what the step was called with: its batch, a buffer, a constant, or the scale of the loss."
+            return "It is an input of the step: in the batch, a buffer, a constant, or the loss scale."
         if self.phase is Phase.FORWARD:
-            return "It is in what the model was called with: its batch, a buffer, or a constant of its code."
-        return "Autograd brought it: in the gradient of what the forward gave, or in a saved value that has changed."
+            return "It is an input of the model: in the batch, a buffer, or a constant of its code."
+        return "It came from autograd: in the gradient of an output, or in a saved value that was changed."
 
     def _of_messages(self, name: str) -> str:
-        """Who has sent a value that was received, as far as a line says it."""
+        """Name the rank that sent the received value `name`, if a line says so."""
         for node in self.program.nodes(WaitReceive):
             sent = op_of(node.all_input_nodes[0], Receive)
             if node.name == name:
                 return (
-                    f"It was received from the rank at place {sent.source} along {sent.axis}, as {sent.message}: "
-                    "`zcompile replay FOLDER` shows where each rank that was recorded had its first one."
+                    f"It was received from rank {sent.source} along {sent.axis}, as {sent.message}: "
+                    "`zcompile replay FOLDER` shows where each recorded rank has its first one."
                 )
         return "It was received."
 
     def _of_ranks(self, kind: str, full: Full) -> Iterator[str]:
-        """The ranks in whose rows of gathered parameters it is."""
+        """Name the ranks whose rows of gathered parameters have such values."""
         for param, tensor in zip(full.unit.params, full.tensors, strict=True):
             if tensor is None or not Tensor.of(tensor)[0].described()[kind]:
                 continue
             ranks = [rank for rank in range(max(param.shards, 1)) if _count(kind, tensor, *param.shard_rows(rank))]
             whose = f"in the rows of rank {', '.join(map(str, ranks))}" if param.shards else "on every rank"
-            yield f"{param.name} has it {whose}: it was not finite before this step."
+            yield f"{param.name} has it {whose}: the parameter was not finite before this step."
 
     # -- within a region ------------------------------------------------------------------------------------------
 
     def _of_operations(self, kind: str, region: Region) -> Iterator[str]:
-        """The operation that made it, of those of a region, run one by one."""
+        """Run the operations of a region one by one, and name the operation that made the value."""
         watched = _Watched(operations_of(region))
         with generators_back(self.device):
             for generator, state in zip(generators_of(self.device), self._states, strict=True):
@@ -141,21 +141,21 @@ class Tracer:
             watched.run(*(self._given[i] if item is None else self._given[i][item] for i, item in region.takes))
         text = region_text(region)
         if kind not in watched.first:
-            yield f"Run one by one, no operation of {region.name} makes one: it comes of how the backend fuses them."
+            yield f"Run one by one, no operation of {region.name} makes one: it comes from how the backend fuses them."
             return
         made = watched.first[kind]
-        yield f"{region.name} made it, out of arguments without one, in"
+        yield f"{region.name} made it, from arguments without one, in"
         yield f"    {_line_of(text, made.node)}"
         for name, about in made.arguments.items():
             yield f"    {name}: {about}"
         if kind == "nan" and (inf := watched.first.get("inf")) is not None and inf.node is not made.node:
-            yield "Before it, the first infinity of the region was made in"
+            yield "Before that, the first infinity of the region was made in"
             yield f"    {_line_of(text, inf.node)}"
 
 
 @contextlib.contextmanager
 def generators_back(device: torch.device) -> Iterator[None]:
-    """Random generators as they were, afterwards."""
+    """Restore the states of random generators on exit."""
     generators = generators_of(device)
     states = [generator.get_state() for generator in generators]
     try:
@@ -172,7 +172,7 @@ class _Made:
 
 
 class _Watched(fx.Interpreter):
-    """Runs operations one by one, and finds the first that makes a number that is not finite of those that are."""
+    """Runs operations one by one, and finds the first that makes a non-finite value from finite arguments."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -194,7 +194,7 @@ class _Watched(fx.Interpreter):
 
 
 def summary(value: torch.Tensor) -> str:
-    """What there is to say of the numbers in a tensor, in a line."""
+    """Summarize a tensor in one line: shape, norm, extremes and non-finite elements."""
     norm, least, most = norm_of(value)
     nan, inf = non_finite(value)
     bad = "".join(f", {count} {KINDS[kind]}" for kind, count in (("nan", nan), ("inf", inf)) if count)
@@ -207,7 +207,7 @@ def _count(kind: str, tensor: torch.Tensor, start: int, stop: int) -> int:
 
 
 def _line_of(text: str, node: fx.Node) -> str:
-    """The line of a region's text that gives `node`."""
+    """The line of a region's text that makes `node`."""
     names = [node.name, *(user.name for user in node.users)]
     for name in names:
         named = re.compile(rf"^ *(?:[\w*, ]+, )?{re.escape(name)}(?:, [\w*, ]+)? = .*")

@@ -1,4 +1,4 @@
-"""What `zcompile replay` prints: a row for each value of each line, what was equal, and where NaN comes from."""
+"""The output of `zcompile replay`: a row for each value of each line, a summary, and the origin of NaN."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from zcompile.tools.replay import Replay, ReplayedLine, Value, Verdict, first_re
 from zcompile.tools.replay_origins import KINDS, NonFinite
 
 _NAME, _TYPE = 44, 22
-"""Columns of names and types."""
+"""Widths of the columns of names and types."""
 _LAST = ("~", 0, 0)
-"""Behind any line of any run."""
+"""Sorts after any line of any run."""
 
 
 class ReplayReport:
-    """The text of a replay while it goes on."""
+    """The text of a replay, produced while it runs."""
 
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
@@ -34,11 +34,11 @@ class ReplayReport:
 
     @property
     def is_sound(self) -> bool:
-        """True if every value that was computed again has the recorded bits."""
+        """True if every recomputed value has the recorded bits, and no gathered parameter is stale."""
         return not (self.verdicts[Verdict.DIFFERS] or self.verdicts[Verdict.STALE])
 
     def text(self, until: str, *, brief: bool = False) -> Iterator[str]:
-        """Run, and say what happens line by line; `brief`: only what is unequal."""
+        """Run the replay, and report each value; `brief`: only values that differ."""
         yield self.replay.archive.described()
         run = ""
         for line in self.replay.lines(until):
@@ -59,18 +59,18 @@ class ReplayReport:
             self.first_differing = line
 
     def summary(self) -> Iterator[str]:
-        """What it comes to."""
+        """Summarize the replay."""
         given, stale = self.verdicts[Verdict.GIVEN], self.verdicts[Verdict.STALE]
         differ, strides = self.verdicts[Verdict.DIFFERS], self.verdicts[Verdict.STRIDES]
         computed = self.verdicts.total() - given - stale
-        equal = "all equal, bit for bit" if not differ else f"{differ} DIFFER from the record"
+        equal = "all equal, bit for bit" if not differ else f"{differ} DIFFER from the recording"
         odd = f" ({strides} in other strides)" if strides else ""
-        yield f"{self.lines} lines: {computed} values computed again, {equal}{odd}; {given} given as recorded."
+        yield f"{self.lines} lines: {computed} values recomputed, {equal}{odd}; {given} taken from the recording."
         if stale:
-            yield f"{stale} gathered parameters are not what this rank keeps of them: a copy that was not renewed."
+            yield f"{stale} gathered parameters differ from this rank's shards: a copy was not refreshed."
         if (line := self.first_differing) is not None:
-            yield f"The first that is unequal is of {line.run.name}, line {line.number}."
-            yield from (f"{note} That may change last bits." for note in sorted(self.replay.notes))
+            yield f"The first difference is in {line.run.name}, line {line.number}."
+            yield from (f"{note} This may change the last bits." for note in sorted(self.replay.notes))
         if self.replay.failure:
             yield self.replay.failure
         for kind in KINDS:
@@ -81,7 +81,7 @@ class ReplayReport:
 
 
 def row(number: int, value: Value) -> str:
-    """A value in a row."""
+    """Format a value as a row."""
     kind = str(TensorType.of(value.tensor))
     figures = (f"{one:10.4g}" if math.isfinite(one) else f"{'-':>10}" for one in norm_of(value.tensor))
     bad = [f"{count} {KINDS[kind]}" for kind, count in (("nan", value.noted.nan), ("inf", value.noted.inf)) if count]
@@ -90,7 +90,7 @@ def row(number: int, value: Value) -> str:
 
 
 def finding_lines(finding: NonFinite) -> Iterator[str]:
-    """A finding as text."""
+    """Format a finding as lines."""
     yield f"\nThe first {KINDS[finding.kind]}: {finding.count} in {finding.name}, {finding.place.line}:"
     yield f"    {finding.place.code}"
     for reason in finding.reasons:
@@ -98,14 +98,14 @@ def finding_lines(finding: NonFinite) -> Iterator[str]:
 
 
 def overview(folder: Path) -> Iterator[str]:
-    """All ranks that were recorded, and where each had its first NaN and its first infinity, by the record alone.
+    """List the recorded ranks, with the first NaN and the first infinity of each, without running anything.
 
     Raises:
-        ReplayError: there is no recording, or a damaged one.
+        ReplayError: there is no recording, or it is damaged.
     """
     ranks = ranks_of(folder)
     if not ranks:
-        fix = "give the folder of zcompile.compile(..., record=FOLDER) or compiled.record(FOLDER)"
+        fix = "give the FOLDER of zcompile.compile(..., record=FOLDER) or compiled.record(FOLDER)"
         raise ReplayError(str(folder), "has no recording of any rank", fix)
     earliest: dict[str, tuple[str, int, int]] = {}
     for rank in ranks:
@@ -116,10 +116,10 @@ def overview(folder: Path) -> Iterator[str]:
                 earliest[name] = min(earliest.get(name, _LAST), (met.run.name, met.line, rank))
                 yield f"    first {name}: {met.count} in {met.name}, {met.run.name}, line {met.line}: {met.code}"
     for name, (run, number, rank) in earliest.items():
-        yield f"The earliest {name} is that of rank {rank}: {run}, line {number}."
-    yield "`--rank R` runs the programs of one again, and finds the operation."
+        yield f"The earliest {name} is on rank {rank}: {run}, line {number}."
+    yield "`--rank R` runs the programs of a rank again, and finds the operation."
 
 
 def save(line: ReplayedLine | None, path: Path) -> None:
-    """Write the values of a line to a file for `torch.load`, by name."""
+    """Save the values of a line by name, for `torch.load`."""
     torch.save({value.name: value.tensor.cpu() for value in line.values} if line else {}, path)

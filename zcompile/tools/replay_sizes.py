@@ -1,4 +1,4 @@
-"""Regions for sizes that vary, compiled for those of one call: a text does not hold what was known of the others."""
+"""Compile regions with dynamic sizes for the sizes of one call: the recorded text lacks the constraints on sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zcompile.torch_internals.sizes import FakeTensorMode
 
 
 def for_any_size(region: Region, cache: RegionCache) -> Callable[[list[Any]], Any]:
-    """`region` as a function that is compiled when it is called, for the sizes of its arguments."""
+    """Make a function that compiles `region` for the sizes of its arguments in each call, and runs it."""
 
     def call(box: list[Any]) -> Any:
         taken = [box[index] if item is None else box[index][item] for index, item in region.takes]
@@ -30,7 +30,7 @@ def for_any_size(region: Region, cache: RegionCache) -> Callable[[list[Any]], An
 
 
 def _specialised(region: Region, values: Sequence[Any]) -> Region:
-    """`region` for arguments laid out like `values`: sizes are numbers, and every value is traced anew."""
+    """`region` specialised to the shapes and strides of `values`: sizes become numbers, values are traced again."""
     graph = fx.Graph()
     result = graph.graph_copy(region.graph, {})
     graph.output(result).meta = dict(region.graph.output_node().meta)
@@ -55,7 +55,7 @@ def _specialised(region: Region, values: Sequence[Any]) -> Region:
 
 
 def _of_tensors(region: Region) -> Region:
-    """`region` without those of its results that are numbers by now."""
+    """`region` without results that have become numbers."""
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(region.graph, copied)
@@ -73,13 +73,13 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _put(node: fx.Node, value: Any) -> None:
-    """Let the users of a size read the number."""
+    """Replace a size by a number in all its users."""
     for user in list(node.users):
         user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda one: value if one is node else one)
 
 
 class _Traced(fx.Interpreter):
-    """Leaves the value of each node on it."""
+    """Stores the value of each node in `node.meta["val"]`."""
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)

@@ -1,7 +1,7 @@
-"""The units of a model as they are traced for plans: of any part of tensor parallelism, and any size of batch.
+"""Trace the units of a model for plans: for any degree of tensor parallelism and any micro-batch size.
 
-A model of many equal blocks is traced as a whole once. That shows which of them compute the same, and a model with one
-of each stands for it from then on: if it was traced, too, and has the same units.
+A model of many equal blocks is traced in full once, which shows the blocks that compute the same. From then on a
+reduced model with up to two of each is traced instead, provided that a trial trace of it has the same units.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from zcompile.torch_internals.pytree import tree_map_only
 
 @dataclass
 class TracedUnits:
-    """A model whose units are traced as they are asked for.
+    """A model whose units are traced on demand.
 
     Attributes:
         model: A plain module; it is not changed.
-        args: Of one call; rows are those of the smallest micro-batch.
-        kwargs: Likewise.
-        dtype: To compute in.
+        args: Positional arguments of a call with the smallest micro-batch.
+        kwargs: Keyword arguments of this call.
+        dtype: Dtype to compute in; None for the model's own.
         units: As for `zcompile.compile`.
-        hardware: What it runs on.
-        plan: By what tensor parallelism divides it; None if it does not.
-        loss_fn: Called as `loss_fn(model, *args, **kwargs)`, it gives the loss; None: the model does.
+        hardware: The hardware that costs are predicted for.
+        plan: Tensor-parallel plan; None for no tensor parallelism.
+        loss_fn: Called as `loss_fn(model, *args, **kwargs)`, returns the loss; None: the model returns it.
     """
 
     model: nn.Module
@@ -53,24 +53,24 @@ class TracedUnits:
     plan: Mapping[str, ParallelStyle] | None = None
     loss_fn: Callable[..., Any] | None = None
     _whole: UnitStages | None = None
-    """All units, of the first size that was asked for."""
+    """All units, traced for the first size requested."""
     _kept: tuple[int, ...] = ()
-    """The units of the model that stands for the whole."""
+    """Indices of the units of the reduced model."""
     _traced: dict[tuple[int, int], UnitStages] = field(default_factory=dict)
     _costs: dict[tuple[int, int, bool], PipelineCosts] = field(default_factory=dict)
 
     def costs(self, parts: int, times: int, *, checkpoint: bool) -> PipelineCosts:
-        """What the units of one of `parts` of the model take, for a micro-batch `times` as large.
+        """Costs of the units on a rank with tensor parallelism of degree `parts`, for `times` the smallest micro-batch.
 
         Raises:
-            CaptureError, OptionError: see `zcompile.tools.tracing.trace`; or what it gives is no loss.
-            ModelError: see there; or it cannot be copied, or divided so.
-            GroupError: there is a process group, and parts of a model are traced with one that stands for others.
+            CaptureError, OptionError: see `zcompile.tools.tracing.trace`; or the result is not a loss.
+            ModelError: see there; or the model cannot be copied or parallelized.
+            GroupError: a process group exists, and tensor parallelism is traced with a fake group.
         """
         key = parts, times, checkpoint
         if key not in self._costs:
             units, whole = self._of(parts, times), self._whole
-            assert whole is not None, "what was traced first is the whole"
+            assert whole is not None, "the first trace is of the whole model"
             alike: Sequence[int] = range(len(units.names))
             if len(units.names) < len(whole.names):
                 first = {whole.keys[unit]: number for number, unit in enumerate(self._kept)}
@@ -95,21 +95,21 @@ class TracedUnits:
         return self._traced[parts, times]
 
     def _shorter(self, parts: int, times: int) -> UnitStages | None:
-        """The units of the model that stands for the whole; None if there is none, or it does not."""
-        assert self._whole is not None, "what was traced first is the whole"
+        """Trace the reduced model; None if nothing can be left out, or its units differ."""
+        assert self._whole is not None, "the first trace is of the whole model"
         blocks, names = find_blocks(self.model), self._whole.names
         dropped = {name for unit, name in enumerate(names) if unit not in self._kept}
         if not dropped or not dropped.issubset(blocks) or self._names_blocks():
             return None
         try:
             found = self._trace(parts, times, without=dropped)
-        except Exception:  # code that counts on all of its blocks raises whatever it likes
+        except Exception:  # code that relies on all blocks may raise anything
             return None
         wanted = [self._whole.stages[unit].boundary for unit in self._kept]
         return found if [one.boundary.shape for one in found.stages] == [one.shape for one in wanted] else None
 
     def _names_blocks(self) -> bool:
-        """True if single blocks are named, so that a model with others would be treated otherwise."""
+        """True if options name blocks by index, which would mean other blocks in the reduced model."""
         return any(part.isdecimal() for name in (*(self.units or ()), *(self.plan or ())) for part in name.split("."))
 
     def _trace(self, parts: int, times: int, without: set[str] = frozenset()) -> UnitStages:  # type: ignore[assignment]
@@ -131,7 +131,7 @@ class TracedUnits:
 
 
 def _some_of_each(whole: UnitStages) -> tuple[int, ...]:
-    """The units that stand for all that are equal: two, as a block is what there are several of."""
+    """Indices of the first two of all equal units: `find_blocks` finds only blocks that repeat."""
     found: dict[str, list[int]] = {}
     for number, key in enumerate(whole.keys):
         found.setdefault(key, []).append(number)
@@ -139,7 +139,7 @@ def _some_of_each(whole: UnitStages) -> tuple[int, ...]:
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """A copy that has no memory for parameters.
+    """A copy of the model with parameters on meta.
 
     Raises:
         ModelError: it cannot be copied.
@@ -150,32 +150,32 @@ def _copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
-        problem = f"cannot be copied to be traced: {type(error).__name__}: {error}"
-        raise ModelError(type(model).__name__, problem, "let copy.deepcopy work on it") from error
+        problem = f"cannot be copied for tracing: {type(error).__name__}: {error}"
+        raise ModelError(type(model).__name__, problem, "make it work with copy.deepcopy") from error
 
 
 def _without(model: nn.Module, blocks: set[str]) -> nn.Module:
-    """`model` without some of its blocks."""
-    for path in sorted(blocks, key=lambda path: int(path.rpartition(".")[2]), reverse=True):  # those behind move up
+    """Delete some blocks of `model`, in place."""
+    for path in sorted(blocks, key=lambda path: int(path.rpartition(".")[2]), reverse=True):  # deletion renumbers
         container, _, name = path.rpartition(".")
         del model.get_submodule(container)[int(name)]  # type: ignore[operator]
     return model
 
 
 def check_no_group() -> None:
-    """Raise GroupError where there is a process group already."""
+    """Raise GroupError if there is a process group already."""
     if dist.is_initialized():
         fix = "plan before init_process_group, in a process of its own, or without tensor parallelism"
-        raise GroupError("process group", "is there, and parts of a model are traced with one that is not real", fix)
+        raise GroupError("process group", "exists, and tensor parallelism is traced with a fake group", fix)
 
 
 @contextmanager
 def _divided(model: nn.Module, parts: int, plan: Mapping[str, ParallelStyle] | None) -> Iterator[None]:
-    """A model that tensor parallelism has divided, with a group that stands for other ranks.
+    """Parallelize the model over a fake group of `parts` ranks, which exists until exit.
 
     Raises:
-        GroupError: there is a group already.
-        ModelError: it cannot be divided.
+        GroupError: there is a process group already.
+        ModelError: the model cannot be parallelized.
     """
     if parts == 1:
         yield
@@ -187,8 +187,8 @@ def _divided(model: nn.Module, parts: int, plan: Mapping[str, ParallelStyle] | N
         try:
             parallelize_module(model, mesh, dict(plan or {}))
         except Exception as error:
-            problem = f"cannot be divided into {parts} parts: {type(error).__name__}: {error}"
-            raise ModelError(type(model).__name__, problem, "give a plan for parallelize_module that does") from error
+            problem = f"cannot be parallelized over {parts} ranks: {type(error).__name__}: {error}"
+            raise ModelError(type(model).__name__, problem, "give a valid plan for parallelize_module") from error
         yield
     finally:
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """Tracing without training: a model's program before any pass, without ranks, a group, or memory for the model.
 
-Parameters are replaced by placeholders, which have shapes and no memory, while torch.compile traces the model; what it
-would compile is thrown away. So a model of any size on meta is traced in the memory of its graph.
+While torch.compile traces the model, its parameters are replaced by placeholders without memory; nothing is compiled.
+So tracing a model on meta, of any size, takes only the memory of its graph.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ def trace(
     loss_fn: Callable[..., Any] | None = None,
     results: Callable[[Any], Any] | None = None,
 ) -> Program:
-    """The program of `model(*args, **kwargs)` and its backward, laid out for stage 3 in a world of one.
+    """Trace `model(*args, **kwargs)` and its backward into a program, laid out for stage 3 in a world of one.
 
-    With a `loss_fn` it is that of `loss_fn(model, *args, **kwargs)`; with `results` that gives what these make of it.
+    With `loss_fn`, traces `loss_fn(model, *args, **kwargs)`; with `results`, `results` applied to the returned value.
 
-    The model, and tensors among the arguments, may be on meta: they are traced as if on the CPU, without values, and
-    with a `dtype` of 16 bits in the dtypes that autocast chooses on a `device` of this kind. The model is left as it
-    was. Of one that `parallelize_module` has divided, the program is that of this rank's part.
+    The model and tensor arguments may be on meta; they are traced as if on the CPU, without values. With a 16-bit
+    `dtype`, operations use the dtypes of autocast on `device`, a kind such as "cuda". The model is not changed. For a
+    model that `parallelize_module` has divided, the program is that of this rank.
 
     Raises:
-        ModelError: the model has no parameters, is sharded already, or is divided otherwise than by tensor parallelism,
-            over a mesh that is not on CPUs, or one whose ranks are not neighbours.
-        CaptureError: it cannot be traced into one graph, or takes no gradient.
-        OptionError: `units` match no modules or `whole` no parameters, or the arguments do not fit.
+        ModelError: the model has no parameters, is sharded already, or has DTensors other than by tensor parallelism,
+            on a mesh of another device than the CPU, or on a mesh whose ranks are not consecutive.
+        CaptureError: it cannot be traced into one graph, or has no gradient.
+        OptionError: `units` match no modules, `whole` matches no parameters, or the arguments do not fit.
     """
     if next(model.parameters(), None) is None:
-        raise ModelError(type(model).__name__, "has no parameters", "give a model that has something to train")
+        raise ModelError(type(model).__name__, "has no parameters", "give a model with parameters to train")
     check_kinds(model)
     _check_neighbours(check_divided(model))
     layout = make_layout(model, STAGES[3], axes_over(model, 1), units, Precision(dtype, reduce_dtype), whole)
@@ -73,8 +73,8 @@ def trace(
     with autocast_of(device), autocast(HOST, dtype):
         program = StepTrace(model, layout, called, torch.device(HOST), type(model).__name__).program
     if not program.has_backward:
-        fix = "let its forward return a loss, or outputs that depend on parameters with requires_grad"
-        raise CaptureError(type(model).__name__, "has no backward: what it returns has no gradient", fix)
+        fix = "let it return a loss, or outputs that depend on parameters with requires_grad"
+        raise CaptureError(type(model).__name__, "has no backward: its output does not require grad", fix)
     return program
 
 
@@ -83,11 +83,11 @@ def _check_arguments(
 ) -> None:
     """Raise OptionError for arguments that the model's forward does not take."""
     if not isinstance(args, (tuple, list)):
-        raise OptionError("args", f"is a {type(args).__name__}", "give a tuple of what the model is called with: (x,)")
+        raise OptionError("args", f"is a {type(args).__name__}", "give a tuple of positional arguments: (x,)")
     try:
         signature.bind(model, *args, **kwargs)
     except TypeError as error:
-        fix = "give one batch: what the model is called with"
+        fix = "give the arguments of a call with one batch"
         raise OptionError("args", f"do not fit the forward of {type(model).__name__}: {error}", fix) from error
 
 
@@ -96,15 +96,15 @@ def _check_neighbours(mesh: DeviceMesh | None) -> None:
     if mesh is None:
         return
     if mesh.device_type != "cpu":
-        fix = "divide it over a mesh of the same shape on CPUs: init_device_mesh('cpu', ...), be the group a fake one"
-        raise ModelError("the model", f"is divided over a mesh of {mesh.device_type}, and traced on the CPU", fix)
+        fix = "use a CPU mesh of the same shape, init_device_mesh('cpu', ...), which may be over a fake group"
+        raise ModelError("the model", f"is parallelized on a {mesh.device_type} mesh, and traced on the CPU", fix)
     if (mesh.mesh.diff() != 1).any():
-        fix = "let the data-parallel dimension come first: init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
-        raise ModelError("the model", f"is divided over {mesh}, whose ranks are no neighbours", fix)
+        fix = "put the data-parallel dimension first: init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
+        raise ModelError("the model", f"is parallelized on {mesh}, whose ranks are not consecutive", fix)
 
 
 def _on_cpu(value: torch.Tensor) -> torch.Tensor:
-    """`value`; one on meta as zeros on the CPU."""
+    """`value`, or zeros on the CPU if it is on meta."""
     if not value.is_meta:
         return value
     if isinstance(value, DTensor):

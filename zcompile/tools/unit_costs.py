@@ -1,7 +1,7 @@
-"""What each unit of a model takes in a pipeline: seconds, memory and messages, for one micro-batch.
+"""The cost of each unit of a model in a pipeline: seconds, memory and messages, for one micro-batch.
 
-A traced step is cut into as many stages as it has units, and each is rewritten as a pipeline stage is. A stage of
-several units takes what they take together, so every division of a model into stages is forecast from these.
+A traced step is cut into one pipeline stage per unit, and each of these is rewritten as pipeline stages are. The cost
+of a stage of several units is the sum of theirs, so every division of the model into stages is forecast from them.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ PARTS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, Act
 
 @dataclass(frozen=True)
 class UnitStages:
-    """A traced step, cut into as many stages as it has units.
+    """A traced step, cut into one pipeline stage per unit.
 
     Attributes:
-        names: Of the units, in the order of the forward.
-        stages: One for each.
-        work: Seconds by which stages are balanced.
-        hardware: What they run on.
+        names: Names of the units, in forward order.
+        stages: One pipeline stage per unit.
+        work: Seconds of each unit, used to balance stages.
+        hardware: The hardware that costs are predicted for.
     """
 
     names: tuple[str, ...]
@@ -51,16 +51,16 @@ class UnitStages:
     work: tuple[float, ...]
     hardware: Hardware
     _measured: dict[tuple[bool, str], _Measured] = field(default_factory=dict)
-    """By whether activations are computed again, and by structure."""
+    """Costs by whether activations are recomputed, and by structure."""
 
     @classmethod
     def of(cls, traced: Program, balance: Hardware, hardware: Hardware) -> UnitStages:
-        """Those of a step of one micro-batch, laid out for any ranks.
+        """Cut the traced step of one micro-batch.
 
         Args:
-            traced: The step.
-            balance: By what `zcompile.pipelining.program.choose_starts` will compare stages.
-            hardware: What they run on.
+            traced: The step, laid out for any number of ranks.
+            balance: The hardware by which `zcompile.pipelining.program.choose_starts` balances stages.
+            hardware: The hardware that costs are predicted for.
         """
         names = units_in_order(traced)
         work = work_of_units(traced, lambda node: operation_seconds(node, balance))
@@ -69,11 +69,11 @@ class UnitStages:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Equal for units that compute the same."""
+        """One key per unit, equal for units that compute the same."""
         return tuple(structure_of(stage) for stage in self.stages)
 
     def measured(self, *, checkpoint: bool) -> list[_Measured]:
-        """What each stage takes; equal ones are rewritten once."""
+        """The cost of each stage; stages with equal keys are rewritten once."""
         for stage, key in zip(self.stages, self.keys, strict=True):
             if (checkpoint, key) not in self._measured:
                 self._measured[checkpoint, key] = _Measured.rewritten(stage, self.hardware, checkpoint=checkpoint)
@@ -87,17 +87,16 @@ def costs_of_units(
     like: UnitStages | None = None,
     alike: Sequence[int] | None = None,
 ) -> PipelineCosts:
-    """What the units of a traced step take.
+    """The costs of the units of a traced step.
 
     Args:
-        model: All units.
-        checkpoint: Save the input of each unit alone.
-        like: Some units, of the sizes that are asked for, which stand for all that are alike: of `model` matters what
-            each unit gives the others, and not how large that is.
-        alike: For each unit of the model the number of the one that stands for it.
+        model: All units, traced for any sizes: only the messages between units are taken from it.
+        checkpoint: Save only the input of each unit.
+        like: The units of a reduced model, traced for the requested sizes; default: `model`.
+        alike: For each unit of `model`, the index of its equal in `like`.
 
     Raises:
-        ProgramError, PipelineError: a pass went wrong.
+        ProgramError, PipelineError: a pass failed.
     """
     units, numbers = like or model, range(len(model.names)) if alike is None else alike
 
@@ -112,7 +111,7 @@ def costs_of_units(
 
 
 def structure_of(stage: PipelineStage) -> str:
-    """Equal for stages that compute the same: operations, arguments and types, names left out."""
+    """A key that is equal for stages with the same operations, arguments and types, whatever their names."""
     number = {node: index for index, node in enumerate(stage.program.graph.nodes)}
     lines = [f"{p.shape} {p.dtype} {p.full_dtype} {p.trainable}" for p in stage.program.layout.params]
     params = {param.name: index for index, param in enumerate(stage.program.layout.params)}
@@ -139,18 +138,18 @@ def _ends(stage: PipelineStage) -> tuple[tuple[End, ...], ...]:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What stages of one structure take; what crosses their boundaries is named by the place where it does."""
+    """The cost of stages of one structure. Boundary values are named by their position, not by stage."""
 
     units: tuple[Unit, ...]
     parts: Mapping[ActionKind, PartCost]
     own: Mapping[ActionKind, int]
-    """Bytes of what the stage has computed that are there behind an action."""
+    """Bytes of the stage's own values that are kept after an action."""
     crossing: Mapping[ActionKind, Collection[tuple[str, int]]]
-    """What is needed behind an action of that which crosses the boundary: where ("inputs", say), and the place."""
+    """Boundary values needed after an action: ("inputs" or another kind, index)."""
 
     @classmethod
     def rewritten(cls, stage: PipelineStage, hardware: Hardware, *, checkpoint: bool) -> _Measured:
-        """What a stage takes, with its backward as a whole and in halves."""
+        """The cost of a stage, with its backward both whole and in halves."""
         again: Literal["unit"] | None = "unit" if checkpoint else None
         make = partial(of_stages, partition="min_cut", bucket=bucket_for(hardware), checkpoint=again, at_once=False)
         whole = Verified.traced(stage.program).after(make()).program
@@ -166,12 +165,12 @@ class _Measured:
                 parts[kind] = PartCost(seconds, peak, reads)
             before = {line for kind in (ActionKind.FORWARD, kinds[0]) for line in lines[kind]}
             own[kinds[0]], crossing[kinds[0]] = _needed(program, before, set(lines[kinds[1]]))
-        # A value that nobody has yet is not held for the backward.
+        # Tangents do not exist yet after the forward, so they are not kept.
         forward = {one for one in crossing[ActionKind.FORWARD] if one[0] != "tangents"}
         return cls(whole.layout.units, parts, own, {**crossing, ActionKind.FORWARD: forward})
 
     def cost_of(self, stage: PipelineStage, like: PipelineStage) -> UnitCost:
-        """That of `stage`, with values as large as those of the equal one that was measured."""
+        """The cost of `stage`, with the sizes of the equal stage `like`, which was measured."""
         ends = dict(zip(("inputs", "tangents", "outputs", "gradients"), _ends(stage), strict=True))
         program = like.program
 
@@ -204,7 +203,7 @@ class _Measured:
 
 
 def _without_results(program: Program) -> Program:
-    """The program as if nobody wanted what it gives, so that what lives is what it needs itself."""
+    """The program without outputs, so that only values that it needs itself are alive."""
     program = program.copy()
     set_results(program.graph, outputs=())
     return program
@@ -213,7 +212,7 @@ def _without_results(program: Program) -> Program:
 def _needed(
     program: Program, before: Collection[fx.Node], behind: Collection[fx.Node]
 ) -> tuple[int, set[tuple[str, int]]]:
-    """What lines `behind` need of what there is `before` them: bytes of the stage's own, and what crosses."""
+    """What lines `behind` need from lines `before`: bytes of the stage's own values, and boundary values."""
     results = program.results
     program = _without_results(program)
     names_before, names_behind = ({node.name for node in nodes} for nodes in (before, behind))
@@ -234,7 +233,7 @@ def _needed(
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
-    """The lines that read a value, or a view of it."""
+    """All lines that read a value or a view of it."""
     found, waiting = set[fx.Node](), [node]
     while waiting:
         for user in waiting.pop().users:
@@ -245,7 +244,7 @@ def _readers(node: fx.Node) -> set[fx.Node]:
 
 
 def _bytes_at(program: Program, where: str, index: int) -> int:
-    """Bytes of a value at the boundary of a stage."""
+    """Bytes of a boundary value of a stage."""
     if where in ("outputs", "gradients"):
         results = program.results
         value = (results.outputs if where == "outputs" else results.input_gradients)[index]

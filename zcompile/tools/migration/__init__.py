@@ -1,4 +1,4 @@
-"""From configs of other libraries to the lines of zcompile: `zcompile migrate`. Imports no torch."""
+"""Convert configs of other libraries to zcompile code: `zcompile migrate`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from zcompile.tools.migration.script import Script
 
 OF_DEEPSPEED = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16", "optimizer")
 OF_ACCELERATE = ("distributed_type", "compute_environment", "fsdp_config", "deepspeed_config")
-WANTED = "give a JSON of DeepSpeed's, or a YAML of `accelerate config`"
+WANTED = "give a DeepSpeed JSON file, or a YAML file of `accelerate config`"
 
 
 def migrated(path: Path) -> Script:
-    """The lines of zcompile for the config in a file.
+    """The zcompile code for the config in a file.
 
     Raises:
-        SubjectError: it cannot be read, or is no config that is known.
-        OptionError: a value that its own library would not take either.
+        SubjectError: the file cannot be read, or is not a known config.
+        OptionError: a value is invalid for the config's own library, too.
     """
     values = _read(path)
     if any(key in values for key in OF_ACCELERATE):
@@ -38,7 +38,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise SubjectError(str(path), f"cannot be read: {error}", WANTED) from error
     values = _yaml(path, text) if path.suffix in (".yaml", ".yml") else _json(path, text)
     if not isinstance(values, Mapping):
-        raise SubjectError(str(path), f"has a {type(values).__name__}, and no keys", WANTED)
+        raise SubjectError(str(path), f"has a {type(values).__name__} instead of keys", WANTED)
     return values
 
 
@@ -46,15 +46,15 @@ def _json(path: Path, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise SubjectError(str(path), f"is no JSON: {error}", WANTED) from error
+        raise SubjectError(str(path), f"is not valid JSON: {error}", WANTED) from error
 
 
 def _yaml(path: Path, text: str) -> Any:
     try:
-        import yaml  # the libraries whose configs these are bring it; torch does not
+        import yaml  # installed with the libraries that use these configs, but not with torch
     except ImportError as error:
-        raise SubjectError(str(path), "is YAML, and the package PyYAML is absent", "pip install pyyaml") from error
+        raise SubjectError(str(path), "is YAML, and PyYAML is not installed", "pip install pyyaml") from error
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SubjectError(str(path), f"is no YAML: {error}", WANTED) from error
+        raise SubjectError(str(path), f"is not valid YAML: {error}", WANTED) from error

@@ -1,4 +1,4 @@
-"""Accelerate's YAML (`accelerate config`) with FSDP, FSDP2, DeepSpeed or DDP as lines of zcompile."""
+"""Convert Accelerate's YAML (`accelerate config`) with FSDP, FSDP2, DeepSpeed or DDP to zcompile code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STRATEGIES = {
     "HYBRID_SHARD": (3, True),
     "HYBRID_SHARD_ZERO2": (2, True),
 }
-"""FSDP1's, in the order of their numbers, from 1 on: the stage, and whether nodes repeat the shards."""
+"""FSDP1's strategies in the order of their numbers, from 1: the ZeRO stage, and whether nodes replicate shards."""
 PRECISIONS = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 KINDS = ("FSDP", "DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
 FSDP, AXES, DEEPSPEED = "fsdp_config", "parallelism_config", "deepspeed_config"
@@ -44,13 +44,13 @@ MISSING = {
     "tpu_use_cluster": "is for TPUs",
     "tpu_use_sudo": "is for TPUs",
     "enable_cpu_affinity": "numactl pins processes",
-    "fp8_config": "there is no float8",
+    "fp8_config": "float8 is not supported",
     "megatron_lm_config": "models are compiled as they are",
-    "ipex_config": "there is none for Intel's extension",
+    "ipex_config": "Intel's extension is not supported",
     "mpirun_config": "torchrun starts the ranks",
     f"{FSDP}.fsdp_ignored_modules": "a regular expression of modules: name their parameters in compile(..., ignore=)",
-    f"{AXES}.{AXES}_cp_size": "there is no context parallelism",
-    f"{AXES}.{AXES}_cp_comm_strategy": "there is no context parallelism",
+    f"{AXES}.{AXES}_cp_size": "context parallelism is not supported",
+    f"{AXES}.{AXES}_cp_comm_strategy": "context parallelism is not supported",
     **{
         f"{DEEPSPEED}.{key}": _RUN
         for key in (
@@ -66,15 +66,15 @@ MISSING = {
 
 
 def script_of(values: Mapping[str, Any], source: str) -> Script:
-    """The lines for a config of Accelerate's.
+    """The zcompile code for an Accelerate config.
 
     Raises:
-        OptionError: a value that Accelerate would not take either, or a kind of training that is none of ours.
+        OptionError: a value is invalid for Accelerate, too, or `distributed_type` is not supported.
     """
     config = Config(values)
     kind = str(config.take("distributed_type", "NO")).upper()
     if kind not in KINDS:
-        raise OptionError("distributed_type", f"is {kind}", f"configs of {', '.join(KINDS)} can be converted")
+        raise OptionError("distributed_type", f"is {kind}", f"convert a config of {', '.join(KINDS)}")
     if kind == "DEEPSPEED":
         script = deepspeed.script_of(_inner_deepspeed(config), source)
     else:
@@ -92,14 +92,14 @@ def script_of(values: Mapping[str, Any], source: str) -> Script:
 
 
 def _inner_deepspeed(config: Config) -> dict[str, Any]:
-    """What Accelerate would give DeepSpeed.
+    """The DeepSpeed config that Accelerate would build.
 
     Raises:
-        OptionError: it is in a file of its own.
+        OptionError: the DeepSpeed config is in a separate file.
     """
     if (file := config.take(f"{DEEPSPEED}.deepspeed_config_file")) is not None:
-        fix = f"convert that: zcompile migrate {file}"
-        raise OptionError(f"{DEEPSPEED}.deepspeed_config_file", "is a file of its own", fix)
+        fix = f"convert that file: zcompile migrate {file}"
+        raise OptionError(f"{DEEPSPEED}.deepspeed_config_file", "is a separate file", fix)
     zero: dict[str, Any] = {"stage": config.number(f"{DEEPSPEED}.zero_stage", 2)}
     for which in ("optimizer", "param"):
         zero[f"offload_{which}"] = {"device": config.take(f"{DEEPSPEED}.offload_{which}_device", "none")}
@@ -187,7 +187,7 @@ def _precision(config: Config, script: Script) -> None:
         script.options["dtype"] = PRECISIONS[precision]
         script.otherwise.append(AVERAGED)
     elif precision != "no":
-        script.missing.append(f"mixed_precision: there is no {precision}")
+        script.missing.append(f"mixed_precision: {precision} is not supported")
     if precision == "fp16" and script.scaler is None:
         script.scaler = {}
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON (https://www.deepspeed.ai/docs/config-json/) as lines of zcompile."""
+"""Convert DeepSpeed's JSON (https://www.deepspeed.ai/docs/config-json/) to zcompile code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIMIZERS = {
     "adagrad": "Adagrad",
     "muon": "Muon",
 }
-"""DeepSpeed's names, in lower case, and torch's. DeepSpeed's Adam decouples weight decay by default."""
+"""DeepSpeed's names, in lower case, to torch's. DeepSpeed's Adam decouples weight decay by default."""
 ARGUMENTS = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad")
 ARGUMENTS_OF_TRAINER = {
     "lr": "args.learning_rate",
@@ -36,14 +36,14 @@ ARGUMENTS_OF_TRAINER = {
     "eps": "args.adam_epsilon",
     "weight_decay": "args.weight_decay",
 }
-"""What stands for "auto" among the optimizer's arguments."""
+"""Python for optimizer arguments that are "auto"."""
 
 
 def script_of(values: Mapping[str, Any], source: str) -> Script:
-    """The lines for a config of DeepSpeed's.
+    """The zcompile code for a DeepSpeed config.
 
     Raises:
-        OptionError: a value that DeepSpeed would not take either.
+        OptionError: a value is invalid for DeepSpeed, too.
     """
     config, script = Config(values), Script(source)
     _stage(config, script)
@@ -60,7 +60,7 @@ def script_of(values: Mapping[str, Any], source: str) -> Script:
 def _stage(config: Config, script: Script) -> None:
     stage = config.number(f"{ZERO}.stage")
     if stage not in (0, 1, 2, 3):
-        raise OptionError(f"{ZERO}.stage", f"{stage!r} is no ZeRO stage", "choose 0, 1, 2 or 3")
+        raise OptionError(f"{ZERO}.stage", f"{stage!r} is not a ZeRO stage", "choose 0, 1, 2 or 3")
     script.options["stage"] = str(stage)
     overlaps = config.take(f"{ZERO}.overlap_comm")
     if overlaps is False and stage == 3:
@@ -85,7 +85,7 @@ def _precision(config: Config, script: Script) -> None:
             "fp16.enabled: with fp16=True write dtype=torch.float16, and use a torch.amp.GradScaler"
         )
     if brain and half:
-        raise OptionError("fp16.enabled", "and bf16.enabled are both true", "choose one")
+        raise OptionError("fp16.enabled", "and bf16.enabled are both true", "enable only one")
     if brain:
         script.options["dtype"] = "torch.bfloat16"
     names = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "auto_cast")
@@ -95,7 +95,7 @@ def _precision(config: Config, script: Script) -> None:
         script.scaler = {"init_scale": f"2.0**{power if power is not None else 16}"}
         if scale:
             script.scaler = {"init_scale": str(float(scale))}
-            script.otherwise.append("fp16.loss_scale: a GradScaler begins with it, and still adapts it to overflows")
+            script.otherwise.append("fp16.loss_scale: a GradScaler starts with it, and still adapts it to overflows")
         elif window is not None:
             script.scaler["growth_interval"] = str(int(window))
         late = [f"fp16.{name}" for name, value in zip(names[3:5], others, strict=False) if value is not None]
@@ -124,7 +124,7 @@ def _loop(config: Config, script: Script) -> None:
 
 
 def _derived(config: Config) -> str | None:
-    """Micro-batches of a step by the batch of all ranks, as DeepSpeed finds them where it is not told how many."""
+    """Python for the number of micro-batches, derived from the total batch size as DeepSpeed does; None for one."""
     total, micro = (config.take(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
     if not isinstance(total, int) or not isinstance(micro, int):
         return None
@@ -147,7 +147,7 @@ def _optimizer(config: Config, script: Script) -> None:
         return
     name = OPTIMIZERS.get(str(kind).lower())
     if name is None:
-        script.missing.append(f"optimizer.type: torch has no {kind}; any optimizer of a package is taken as it is")
+        script.missing.append(f"optimizer.type: torch has no {kind}; optimizers of other packages work unchanged")
         return
     if str(kind).lower() == "adam" and decoupled is False:
         name = "Adam"
@@ -164,7 +164,7 @@ def _optimizer(config: Config, script: Script) -> None:
 
 
 def _levels(config: Config, script: Script) -> None:
-    """Two levels of the network: ZeRO++ and MiCS."""
+    """ZeRO++ and MiCS, which distinguish two levels of the network."""
     hpz, mics = (int(config.number(f"{ZERO}.{name}", 0)) for name in ("zero_hpz_partition_size", "mics_shard_size"))
     inner = hpz if hpz > 1 and script.stage == 3 else mics
     if inner > 1 and script.stage:
@@ -187,7 +187,7 @@ def _levels(config: Config, script: Script) -> None:
 
 
 def _offload(config: Config, script: Script) -> None:
-    """Shards and the optimizer's state on the host."""
+    """Offloading of shards and optimizer state to the host."""
     old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_params"}
     device = {
         which: config.take(f"{ZERO}.{which}.device", "none") if not config.flag(f"{ZERO}.{name}") else "cpu"
@@ -231,7 +231,7 @@ _UNITS = "gathers are by unit, prefetch= of them ahead; prefetch='auto' chooses 
 _BUCKET = (
     "the cost model chooses how much is sent at once; bucket= would fix it, in bytes where DeepSpeed counts elements"
 )
-_KEPT = "memory_limit= keeps as many units full as fit; without it at most prefetch= beside the one that computes"
+_KEPT = "memory_limit= keeps as many units full as fit; without it at most prefetch= besides the one that computes"
 _LOOP = "the DataLoader and the loop decide: each rank takes batches of its own"
 _OWN_LOOP = "log in the loop"
 
@@ -263,7 +263,7 @@ OTHERWISE = {
     f"{ZERO}.stage3_max_reuse_distance": _KEPT,
     **dict.fromkeys(
         (f"{ZERO}.stage3_param_persistence_threshold", f"{ZERO}.stage3_model_persistence_threshold"),
-        "small parameters travel packed with their neighbours, and none stays full for its size",
+        "small parameters are packed into one message, and none stays full because of its size",
     ),
     f"{ZERO}.allgather_partitions": "stages 1 and 2 gather parameters unit by unit, where they are read",
     f"{ZERO}.reduce_scatter": "gradients are scattered in stages 1 to 3",
@@ -296,9 +296,9 @@ MISSING = {
     "csv_monitor": _OWN_LOOP,
     "comet": _OWN_LOOP,
     "sparse_attention": "models are compiled as they are",
-    "data_efficiency": "data are the loop's business",
+    "data_efficiency": "the training loop handles data",
     "data_types": "gradients are accumulated in the dtype of the parameters",
-    "curriculum_learning": "data are the loop's business",
+    "curriculum_learning": "the training loop handles data",
     "progressive_layer_drop": "models are compiled as they are",
     "eigenvalue": "is not measured",
     "compression_training": "models are compiled as they are",
@@ -324,8 +324,8 @@ MISSING = {
             "max_in_cpu": "all shards are on the host",
             "nvme_path": "files are for models on a CPU: 'disk:FOLDER'",
             "fast_init": "the optimizer's state is made where it is kept",
-            "pipeline_read": "transfers always run beside compute",
-            "pipeline_write": "transfers always run beside compute",
+            "pipeline_read": "transfers always overlap compute",
+            "pipeline_write": "transfers always overlap compute",
             "ratio": "all of it is on the host, or nothing",
             "super_offload": "all of it is on the host, or nothing",
         }.items()

@@ -1,4 +1,4 @@
-"""What a config becomes: the lines to write, what zcompile does in another way, and what has no counterpart."""
+"""The result of converting a config: code, what zcompile handles differently, and what has no counterpart."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ WORLD = "dist.get_world_size()"
 AVERAGED = "gradients are averaged in float32, not in 16 bits: reduce_dtype= changes that"
 FUSED = "an optimizer on the host is fastest with fused=True"
 WHOLE = "torch.save(compiled.full_state_dict(), path): collective, whole tensors on rank 0"
-"""What is said of the configs of several libraries."""
+"""Notes shared by the configs of several libraries."""
 
 
 @dataclass
 class Script:
-    """The lines of a training script, as text, and what is to be said of them."""
+    """A training script as text, with notes. Values are Python source."""
 
     source: str
-    """What was read."""
+    """The file that was converted, for the first comment."""
     options: dict[str, str] = field(default_factory=dict)
-    """Of `zcompile.compile`: names, and values as Python."""
+    """Options of `zcompile.compile`."""
     mesh: tuple[str, str] | None = None
-    """Ranks along the outer and the inner dimension, as Python."""
+    """Sizes of the outer and the inner dimension."""
     optimizer: str | None = None
-    """What makes it, as Python, but for the parameters: `torch.optim.AdamW({}, lr=0.1)`."""
+    """The constructor call, with {} for the parameters: `torch.optim.AdamW({}, lr=0.1)`."""
     clip: str | None = None
-    """The largest norm, as Python."""
+    """The maximum norm."""
     accumulate: str | None = None
-    """Micro-batches of a step, as Python; None for one."""
+    """Number of micro-batches; None for one."""
     scaler: dict[str, str] | None = None
-    """Of a GradScaler, which float16 wants."""
+    """Arguments of the GradScaler for float16; None for no GradScaler."""
     offload_optimizer: bool = False
-    """Keep the optimizer's state on the host: that is a train step."""
+    """Keep optimizer state on the host, which needs `zcompile.train_step`."""
     launch: str | None = None
     saving: list[str] = field(default_factory=list)
-    """Lines that save, as comments."""
+    """How to save; printed as comments."""
     otherwise: list[str] = field(default_factory=list)
-    """What zcompile does without being asked, or is asked for in another place."""
+    """Settings that zcompile handles without an option, or by another option."""
     missing: list[str] = field(default_factory=list)
-    """What has no counterpart, and why."""
+    """Settings without a counterpart, and why."""
     unknown: list[str] = field(default_factory=list)
 
     @property
@@ -53,11 +53,11 @@ class Script:
 
     @property
     def text(self) -> str:
-        """All of it, as Python: what is no code is a comment."""
+        """The script as Python, with notes as comments."""
         code = [*self._imports(), "", *self._made(), "", *self._loop()]
         lines = [f"# From {self.source}. `model`, `batches` and `loss_of(model, batch)` are yours."]
         if "args." in str(code):
-            lines.append('# `args` are the TrainingArguments from which the Trainer fills in what is "auto".')
+            lines.append('# `args` are the TrainingArguments that the Trainer uses for "auto" values.')
         lines += ["", *code]
         notes = {"Saving": self.saving, "Handled differently": self.otherwise, "No counterpart": self.missing}
         for heading, entries in {**notes, "Unknown keys, which are ignored": self.unknown}.items():
@@ -121,7 +121,7 @@ class Script:
         yield "optimizer.zero_grad()"
 
     def tell_rest(self, config: Config, otherwise: Mapping[str, str], missing: Mapping[str, str]) -> None:
-        """Say what is to be said of keys that nobody took, by these texts."""
+        """Add a note for every key that was not converted, from these texts by path."""
         known = {*otherwise, *missing}
         for path, value in config.rest(known):
             if path in known and is_off(value):
@@ -144,7 +144,7 @@ def _near(path: str, known: Set[str]) -> str:
 
 
 def _grouped(entries: list[str]) -> Iterator[str]:
-    """The entries, those together that say the same of several keys."""
+    """Merge entries with the same text into one entry for several keys."""
     keys: dict[str, list[str]] = {}
     for entry in dict.fromkeys(entries):
         key, colon, text = entry.partition(": ")
@@ -157,18 +157,18 @@ def _comment(entry: str) -> list[str]:
 
 
 AUTO = "auto"
-"""What Hugging Face's Trainer replaces by what its TrainingArguments say."""
+"""A value that Hugging Face's Trainer fills in from its TrainingArguments."""
 
 
 class Config:
-    """Nested keys and values, each taken at most once. A path is the keys joined by dots."""
+    """Nested keys and values that remembers which were read. A path is the keys joined by dots."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self._taken: set[str] = set()
 
     def take(self, path: str, default: Any = None) -> Any:
-        """The value at a path, or the default where it is absent, null or "auto"."""
+        """Read the value at a path; the default if it is absent, null or "auto"."""
         self._taken.add(path)
         value = self._at(path)
         return default if value is None or value == AUTO else value
@@ -184,7 +184,7 @@ class Config:
         return value
 
     def flag(self, path: str, *, default: bool = False) -> bool:
-        """A value that is true or false; text such as "true" is both YAML's and people's."""
+        """Read a boolean, or a text such as "true". Raises OptionError for any other value."""
         value = self.take(path, default)
         if isinstance(value, str):
             value = {"true": True, "false": False}.get(value.lower(), value)
@@ -193,7 +193,7 @@ class Config:
         return value
 
     def number(self, path: str, default: float = 0) -> float:
-        """A value that is a number; text such as "5e8", which YAML takes for one, is as good."""
+        """Read a number, or a text such as "5e8", which PyYAML does not parse. Raises OptionError for other values."""
         value = self.take(path, default)
         try:
             found = float(value)
@@ -203,11 +203,11 @@ class Config:
 
     @property
     def taken(self) -> Set[str]:
-        """The paths that somebody asked for, whether they are there or not."""
+        """The paths that were read, present or not."""
         return self._taken
 
     def rest(self, known: Set[str]) -> Iterator[tuple[str, Any]]:
-        """Paths that nobody took, with their values. A section is looked into if a path in it is taken or `known`."""
+        """Unread paths with their values. A section is expanded if a path in it was read or is `known`."""
         sections = {path[:at] for path in {*self._taken, *known} for at, sign in enumerate(path) if sign == "."}
         yield from self._rest(self._values, "", sections)
 
@@ -223,7 +223,7 @@ class Config:
 
 
 def is_off(value: Any) -> bool:
-    """True for what asks for nothing: false, null, "none", or a section that is not enabled."""
+    """True for values that request nothing: false, null, "none", "auto", or a section that is not enabled."""
     if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
     return value in (None, False, "none", "None", "no", "NO", AUTO, [], "")
