@@ -142,5 +142,7 @@ def test_sums_over_the_batch_are_refused_and_means_are_not(kind: str, name: str)
         check_mean(traced)
         return
     says = "a sum" if kind == "sum" else r"\w+\(\)"
-    with pytest.raises(zcompile.OptionError, match=rf"loss_fn: gives {says} over the batch .*test_batch_means.py:\d+"):
+    with pytest.raises(
+        zcompile.OptionError, match=rf"loss_fn: returns {says} over the batch .*test_batch_means.py:\d+"
+    ):
         check_mean(traced)

@@ -454,7 +454,7 @@ def test_an_inspected_train_step_has_its_updates(run: Run, tmp_path: Path) -> No
         (["inspect", "gpt:2x64", "--mesh", "2"], "mesh: '2' is not a mesh"),
         (["inspect", "gpt:2x64", "--mesh", "2x1", "--world", "3"], "world: does not apply here: --mesh sets it"),
         (["inspect", "gpt:2x64", "--split", "blocks.1"], "split: does not apply here: it is for a pipeline"),
-        (["inspect", "gpt:2x64", "--mesh", "9x1"], "schedule: has 9 stages, and the model 4 units"),
+        (["inspect", "gpt:2x64", "--mesh", "9x1"], "schedule: has 9 stages, and the model has 4 units"),
         (["doctor", "--ranks", "2"], "ranks: is for measuring, which --write asks for"),
         (["inspect", "fac.py:make", "--", "--steps"], "--steps: does not apply here"),
         (["inspect", "fac.py:make", "-o", "fac.py"], "fac.py: cannot be written: File exists"),

@@ -443,7 +443,7 @@ class Several(nn.Module):
 @pytest.mark.slow
 def test_what_is_no_loss_is_refused_and_a_function_may_give_it() -> None:
     args = (torch.zeros(2, 32),)
-    with pytest.raises(OptionError, match="loss_fn: gives 2 results"):
+    with pytest.raises(OptionError, match="loss_fn: returns 2 results"):
         zcompile.plan_meshes(Several(), args, world=2)
     plan = zcompile.plan_meshes(
         Several(), args, world=2, loss_fn=lambda model, x: model(x)["loss"], units=["blocks.*"], times=[1]

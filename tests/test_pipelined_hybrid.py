@@ -94,7 +94,7 @@ def refused(rank: int, names: tuple[str, ...], sizes: tuple[int, ...], options: 
         (("pp", "dp"), (2, 2), {"shard": "hfsdp"}, "shard: is 'hfsdp', .* all ranks are along one"),
         (("pp", "dp"), (2, 2), {"outer_dtype": torch.int8}, "outer_dtype: is for the outer dimension"),
         (("pp", "up", "down"), (2, 2, 1), {}, "mesh: .*not combined with 'up', 'down'(?s:.*)'replicate', 'shard'"),
-        (("replicate", "pp", "shard"), (2, 2, 1), {}, "mesh: .*not the order of dimensions"),
+        (("replicate", "pp", "shard"), (2, 2, 1), {}, "mesh: .*or has another order"),
     ],
 )
 def test_levels_that_cannot_be_meant_are_refused(

@@ -85,27 +85,27 @@ Mistake = tuple[Callable[[], nn.Module], Any, dict[str, Any], int, str]
 MISTAKES: dict[str, Mistake] = {
     "units": (Short, loss_of, {"schedule": "interleaved1f1b"}, 8, "OptionError: schedule: has 4 stages, and the"),
     "rows": (Skips, loss_of, {}, 6, "OptionError: microbatches: is 4, which does not divide a batch of 6"),
-    "schedule": (Skips, loss_of, {"schedule": "2f2b"}, 8, "OptionError: schedule: '2f2b' is no schedule"),
+    "schedule": (Skips, loss_of, {"schedule": "2f2b"}, 8, "OptionError: schedule: '2f2b' is unknown"),
     "few": (Skips, loss_of, {"schedule": "dualpipev", "microbatches": 2}, 8, "OptionError: microbatches: is 2: "),
     "split": (Skips, loss_of, {"split": ["middle"]}, 8, "OptionError: split: names 'middle', which is no unit"),
     "length": (Skips, loss_of, {"split": ["up.0", "up.1"]}, 8, "OptionError: split: has 2 units, and 2 stages"),
     "break": (Broken, loss_of, {}, 8, "CaptureError: "),
     "buffer": (Far, loss_of, {}, 8, "CaptureError: ema: is a buffer that stage 1 writes to and stage 0 reads"),
-    "loss": (Skips, not_scalar, {}, 8, "OptionError: loss_fn: gives a tensor of [2, 4, 2]"),
-    "results": (Skips, two, {}, 8, "OptionError: loss_fn: gives 2 results"),
-    "sum": (Skips, summed, {}, 8, "OptionError: loss_fn: gives a sum over the batch"),
-    "classes": (Skips, summed_classes, {}, 8, "OptionError: loss_fn: gives a sum over the batch"),
+    "loss": (Skips, not_scalar, {}, 8, "OptionError: loss_fn: returns a tensor of [2, 4, 2]"),
+    "results": (Skips, two, {}, 8, "OptionError: loss_fn: returns 2 results"),
+    "sum": (Skips, summed, {}, 8, "OptionError: loss_fn: returns a sum over the batch"),
+    "classes": (Skips, summed_classes, {}, 8, "OptionError: loss_fn: returns a sum over the batch"),
     "detached": (Skips, detached, {}, 8, "OptionError: loss_fn: gives a loss that depends on no parameter"),
-    "option": (Skips, loss_of, {"arenas": True}, 8, "OptionError: arenas: is not combined with a pipe"),
+    "option": (Skips, loss_of, {"arenas": True}, 8, "OptionError: arenas: cannot be combined with a pipe"),
     "auto": (Skips, loss_of, {"shard": "auto"}, 8, "OptionError: shard: 'auto' is not combined with a pipe"),
-    "unknown": (Skips, loss_of, {"stages": 2}, 8, "OptionError: stages: is no option"),
+    "unknown": (Skips, loss_of, {"stages": 2}, 8, "OptionError: stages: is not an option"),
     "half": (Skips, loss_of, {"dtype": torch.float16}, 8, "OptionError: dtype: is float16, whose gradients want"),
     "both": (
         Skips,
         loss_of,
         {"checkpoint": 0.5, "offload_activations": "disk:/tmp"},
         8,
-        "OptionError: checkpoint: is a budget, which does not count on what is offloaded",
+        "OptionError: checkpoint: is a budget, and offload_activations is given",
     ),
     "offload": (
         Skips,
@@ -231,7 +231,7 @@ def test_ranks_that_differ_are_told_before_anything_runs(ranks: Ranks, what: str
 
 def test_what_one_rank_alone_has_wrong_is_told_to_the_others(ranks: Ranks) -> None:
     (other, seconds), (own, _) = ranks.run(2, different, "schedule")
-    assert own.startswith("OptionError: schedule: '2f2b' is no schedule")
+    assert own.startswith("OptionError: schedule: '2f2b' is unknown")
     assert other.startswith(
         "AgreementError: a pipelined train step: rank 1 failed first: OptionError: schedule: '2f2b'"
     )
@@ -424,7 +424,7 @@ def outside(rank: int) -> str:
 @pytest.mark.slow
 def test_a_parameter_that_is_not_the_models_is_refused(ranks: Ranks) -> None:
     for found in ranks.run(2, outside):
-        assert found.startswith("loss_fn: computes with a tensor that is trained, and is no parameter of the model")
+        assert found.startswith("loss_fn: reads a tensor that requires grad and is not a parameter of the model")
 
 
 def dies(rank: int) -> tuple[str, float]:

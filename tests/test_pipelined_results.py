@@ -274,9 +274,9 @@ def test_ranks_with_other_scales_are_told(threads: Threads) -> None:
         assert "the scale of the loss: scale 1024.0" in found
         assert "the scale of the loss: scale 2048.0" in found
     for found in threads.run(2, other_scales, {"scale": 256.0}):
-        assert found.startswith("the scale: of the loss is 1024.0 on a rank, for 0 steps, and 256.0 on another, for 0")
+        assert found.startswith("the loss scale: is 1024.0 on one rank, for 0 steps, and 256.0 on another, for 0")
     for found in threads.run(2, other_scales, {"_growth_tracker": 7}):
-        assert found.startswith("the scale: of the loss is 1024.0 on a rank, for 7 steps, and 1024.0 on another, for 0")
+        assert found.startswith("the loss scale: is 1024.0 on one rank, for 7 steps, and 1024.0 on another, for 0")
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

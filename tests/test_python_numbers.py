@@ -220,7 +220,7 @@ def test_a_pipelines_step_whose_code_changes_numbers_is_refused(kind: str, place
         microbatches=1,
         backend="eager",
     )
-    with pytest.raises(zcompile.CaptureError, match=f"^{place}: is changed by the step's code"):
+    with pytest.raises(zcompile.CaptureError, match=f"^{place}: is changed by the step's Python code"):
         step(torch.randn(2, 4))
 
 

@@ -575,8 +575,8 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "found"),
     [
-        (lambda model, x, y: model(x, y) + torch.zeros(3), r"loss_fn: gives \[3\]"),
-        (lambda model, x, y: {"loss": model(x, y)}, "loss_fn: gives dict"),
+        (lambda model, x, y: model(x, y) + torch.zeros(3), r"loss_fn: returns \[3\]"),
+        (lambda model, x, y: {"loss": model(x, y)}, "loss_fn: returns dict"),
         (lambda model, x, y: model(x, y).detach(), "loss_fn: gives a loss that depends on no parameter"),
     ],
 )

@@ -285,7 +285,7 @@ def _split_loss(result: object) -> tuple[torch.Tensor, dict[str, torch.Tensor] |
     if metrics is not None:
         check_metrics({name: isinstance(one, torch.Tensor) for name, one in metrics.items()})
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        problem = f"gives {list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__}"
+        problem = f"returns {list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__}"
         raise OptionError("loss_fn", problem, ONE_ELEMENT)
     if not loss.requires_grad:
         raise untrained_loss()

@@ -1,1 +1,1 @@
-"""Pipelines: a model divided by its layers, and steps of several micro-batches, each rank with a program of its own."""
+"""Pipeline parallelism: layers divided among ranks, steps of several micro-batches, one program per rank."""

@@ -1,13 +1,13 @@
-"""The tables of actions of pipeline schedules, by name: torch's, where it has them.
+"""Action tables of pipeline schedules by name; taken from torch where possible.
 
-| name | schedule | stages a rank |
+| name | schedule | stages per rank |
 | --- | --- | --- |
 | `gpipe` | all forwards, then all backwards (Huang et al., "GPipe", 2019) | 1 |
 | `1f1b` | one forward, one backward (Narayanan et al., "PipeDream", 2019; "PipeDream-Flush", 2021) | 1 |
-| `interleaved1f1b` | the same with several stages a rank (Narayanan et al. 2021, section 2.2) | 2 or more |
+| `interleaved1f1b` | the same with several stages per rank (Narayanan et al. 2021, section 2.2) | 2 or more |
 | `interleavedzerobubble` | gradients of weights fill bubbles (Qi et al., "Zero Bubble Pipeline Parallelism") | any |
-| `zbvzerobubble` | ZB-V: two stages a rank, the first and the last ones on rank 0 (Qi et al. 2023, section 6) | 2 |
-| `dualpipev` | DualPipeV (DeepSeek-V3, 2024), forwards beside backwards | 2 |
+| `zbvzerobubble` | ZB-V: two stages per rank, the first and the last on rank 0 (Qi et al. 2023, section 6) | 2 |
+| `dualpipev` | DualPipeV (DeepSeek-V3, 2024): forwards overlapped with backwards | 2 |
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from zcompile.torch_internals.distributed import pipeline_order
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A schedule by name: torch's name for it, and how many stages each rank may have."""
+    """A named schedule: torch's name for it, and the allowed numbers of stages per rank."""
 
     torch: str
     stages: int = 1
-    """Where nothing is asked for."""
+    """Default number of stages per rank."""
     least: int = 1
     most: int = 1
 
@@ -41,22 +41,22 @@ SCHEDULES: Mapping[str, _Known] = {
     "zbvzerobubble": _Known("ZBVZeroBubble", 2, 2, 2),
     "dualpipev": _Known("DualPipeV", 2, 2, 2),
 }
-"""By lower-case name."""
+"""Schedules by lower-case name."""
 
 
 def action_table(
     schedule: str | ActionTable | Path, ranks: int, microbatches: int, stages_per_rank: int | None = None
 ) -> ActionTable:
-    """The table of a schedule for so many ranks and micro-batches.
+    """The action table of a schedule.
 
     Args:
-        schedule: A name of `SCHEDULES` in any case, a table, or the path of a file with one (`ActionTable.parse`).
-        ranks: Along the pipeline axis.
-        microbatches: Of a step.
-        stages_per_rank: None for as many as is usual.
+        schedule: A name in `SCHEDULES`, in any case; a table; or the path of a file for `ActionTable.parse`.
+        ranks: Number of ranks along the pipeline axis.
+        microbatches: Number of micro-batches of a step.
+        stages_per_rank: Number of pipeline stages on each rank; None for the schedule's default.
 
     Raises:
-        OptionError: it is unknown, or is not for so many ranks, stages or micro-batches.
+        OptionError: the schedule is unknown, or does not allow this number of ranks, stages or micro-batches.
     """
     if isinstance(schedule, Path):
         schedule = _read(schedule)
@@ -64,9 +64,9 @@ def action_table(
         return _fitting(schedule, ranks, microbatches, stages_per_rank)
     known = SCHEDULES.get(str(schedule).lower())
     if known is None:
-        raise OptionError("schedule", f"{schedule!r} is no schedule", nearest(str(schedule), SCHEDULES))
+        raise OptionError("schedule", f"{schedule!r} is unknown", nearest(str(schedule), SCHEDULES))
     if microbatches < 1:
-        raise OptionError("microbatches", f"{microbatches} is none", "give how many micro-batches a batch is cut into")
+        raise OptionError("microbatches", f"is {microbatches}", "give the number of parts of a batch, 1 or more")
     stages = known.stages if stages_per_rank is None else stages_per_rank
     if not known.least <= stages <= known.most:
         allowed = str(known.least) if known.most == known.least else f"{known.least} or more"
@@ -84,7 +84,7 @@ def action_table(
 
 
 def _gpipe_or_1f1b(name: str, rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
-    """Torch runs these two by loops, and what it lists for the last rank of 1F1B begins at micro-batch 1."""
+    """Build the row of a rank. torch runs these two by loops; its 1F1B table starts the last rank at micro-batch 1."""
     ahead = microbatches if name == "gpipe" else min(ranks - 1 - rank, microbatches)
     forwards = [Action(rank, ActionKind.FORWARD, number) for number in range(microbatches)]
     backwards = [Action(rank, ActionKind.BACKWARD, number) for number in range(microbatches)]
@@ -93,7 +93,7 @@ def _gpipe_or_1f1b(name: str, rank: int, ranks: int, microbatches: int) -> tuple
 
 
 def _merged(row: list[Action]) -> tuple[Action, ...]:
-    """`row` with one backward in place of its two halves where they follow each other."""
+    """`row` with adjacent halves of a backward merged into one backward."""
     result: list[Action] = []
     for action in row:
         before = result[-1] if result else None
@@ -109,7 +109,7 @@ def _read(path: Path) -> ActionTable:
         return ActionTable.parse(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         problem = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise OptionError("schedule", problem, "give the path of a table of actions, or a name") from error
+        raise OptionError("schedule", problem, "give the path of an action table, or a name") from error
 
 
 def _fitting(table: ActionTable, ranks: int, microbatches: int, stages_per_rank: int | None) -> ActionTable:
@@ -117,11 +117,11 @@ def _fitting(table: ActionTable, ranks: int, microbatches: int, stages_per_rank:
     for option, what, asked, found in (
         ("mesh", "ranks along its pipeline axis", ranks, len(table.rows)),
         ("microbatches", "micro-batches", microbatches, table.microbatches),
-        ("stages_per_rank", "stages in all", stages, table.stages),
+        ("stages_per_rank", "stages in total", stages, table.stages),
     ):
         if asked != found:
-            problem = f"is for {asked} {what}, and the table has {found}"
+            problem = f"requires {asked} {what}, and the table has {found}"
             raise OptionError(option, problem, f"give {found}, or another table")
     if not table.trains:
-        raise OptionError("schedule", "has no backward, and a train step needs one", "add each stage's, such as 0B0")
+        raise OptionError("schedule", "has no backward, and a train step needs it", "add each stage's, such as 0B0")
     return table

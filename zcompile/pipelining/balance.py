@@ -1,4 +1,4 @@
-"""Cutting a chain of units into stages that take about as long, within a limit of memory."""
+"""Divide a chain of units into stages of about equal compute time, within a memory limit."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 Cost = Callable[[int, int, int], float]
-"""Of a part by its number, and by its first unit and the one behind its last."""
+"""The cost of units begin to end - 1 as a part: called as `cost(part, begin, end)`."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What stages hold, as far as it depends on where they are cut.
+    """The memory of stages that depends on where the chain is cut.
 
     Attributes:
-        in_flight: By stage, the most micro-batches that it has saved something of.
-        saved: By unit, bytes of what it saves of a micro-batch.
-        kept: By unit, bytes that it has beside, of whole parameters and gradients.
-        running: By unit, the most that an operation of it reads and gives.
+        in_flight: For each stage, the most micro-batches with saved activations at a time.
+        saved: For each unit, bytes of saved activations per micro-batch.
+        kept: For each unit, bytes of full parameters and gradients kept between actions.
+        running: For each unit, peak bytes while one of its actions runs.
         limit: Bytes that a stage may hold.
     """
 
@@ -31,9 +31,10 @@ class StageMemory:
 
 
 def balanced(work: Sequence[float], parts: int, memory: StageMemory | None = None) -> list[int]:
-    """Where to cut a chain, so that the part with most work has least, of those cuts that fit the memory.
+    """Cut a chain so that the largest part has the least work, among cuts within the memory limit.
 
-    Where none does, the part that holds most holds least.
+    If no cut is within the limit, minimize the memory of the part that holds most. Returns the first units of all
+    parts but the first.
     """
     longest = _sums(work)
     if memory is None:
@@ -57,9 +58,9 @@ def _sums(costs: Sequence[float]) -> Cost:
 
 
 def _cut(count: int, parts: int, cost: Cost) -> tuple[list[int], float]:
-    """Where to cut so many units, so that the part that costs most costs least, and what it costs.
+    """Cut `count` units so that the largest cost of a part is minimal; returns the cuts and that cost.
 
-    By dynamic programming over the prefixes of the chain.
+    Dynamic programming over the prefixes of the chain.
     """
     best: list[list[tuple[float, int]]] = [[(cost(0, 0, end), 0) for end in range(count + 1)]]
     for part in range(1, parts):

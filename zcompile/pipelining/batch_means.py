@@ -1,4 +1,4 @@
-"""Losses of micro-batches are averaged, which is the loss of the batch only if that is a mean over its samples."""
+"""Check that the loss is a mean over samples: a pipeline averages the losses of its micro-batches."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from zcompile.torch_internals.operators import OpOverload
 
 
 def check_mean(traced: Program) -> None:
-    """Return if the loss is not seen to be a sum over the batch, or another function of it that is no mean.
+    """Raise OptionError if the loss is visibly not a mean over the batch.
 
-    Raises:
-        OptionError: it has a sum among its terms that is not divided by a number of samples, or a norm, say.
+    That is, one of its terms is a sum that is not divided by a number of samples, or another reduction, such as a norm.
     """
     inputs = [data(node).type for node in traced.nodes(Input) if _is_batch(op_of(node, Input))]
     shapes = [found.shape for found in inputs if found is not None and found.shape]
@@ -38,16 +37,17 @@ def check_mean(traced: Program) -> None:
             counts = [count for count in _products([_summed(term), *shapes]) if count % rows == 0]
             if any(math.isclose(divisor, count, rel_tol=1e-6) for divisor in divisors for count in counts):
                 continue
-            what, fix = "a sum over the batch", f"{fix}, or divide the sum by how many of them loss_fn is given"
+            what, fix = "a sum over the batch", f"{fix}, or divide the sum by the number of samples that loss_fn gets"
         where = ", ".join(filter(None, [data(term).source, line_of(term)]))
-        problem = f"gives {what}{where and f' ({where})'}, and the losses of micro-batches are averaged"
+        problem = f"returns {what}{where and f' ({where})'}, and the losses of micro-batches are averaged"
         raise OptionError("loss_fn", problem, fix)
 
 
 def _terms(loss: Any) -> Iterator[tuple[fx.Node, Sequence[float] | None]]:
-    """What a loss is made of, number by number, each with what it is divided by; None for what depends on the batch.
+    """The terms of a loss, each with its constant divisors; None if a divisor depends on the batch.
 
-    That may be the number of its tokens that count. Within a root, say, what it is divided by outside is no divisor.
+    Such a divisor may be the number of tokens that count. Divisors outside of a nonlinear function, such as a root, do
+    not apply to the terms inside.
     """
     waiting: list[tuple[Any, Sequence[float] | None]] = [(loss, ())]
     while waiting:
@@ -83,13 +83,13 @@ def _is_real(node: fx.Node) -> bool:
 
 
 def _products(shapes: Sequence[tuple[int, ...]]) -> set[int]:
-    """How many elements there are along any dimensions of these shapes."""
+    """Products of sizes over every subset of the dimensions of each shape: possible numbers of elements."""
     chosen = (some for shape in shapes for count in range(1, len(shape) + 1) for some in combinations(shape, count))
     return {math.prod(some) for some in chosen}
 
 
 def _is_mean(node: fx.Node) -> bool:
-    """True for a mean over the first dimension, if not over all."""
+    """True for a mean over all dimensions, or over some that include the first."""
     if node.target is _aten.mean.dim:
         dims: Sequence[int] = node.args[1] if isinstance(node.args[1], (list, tuple)) else []  # type: ignore[assignment]
         source = node.args[0]
@@ -99,18 +99,18 @@ def _is_mean(node: fx.Node) -> bool:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """True for a sum, of products too, and of absolute values."""
+    """True for a sum, including sums of products (matrix multiplication) and of absolute values."""
     absolute = node.target is _aten.linalg_vector_norm.default and node.args[1:2] == (1,)
     return node.target in _SUMS or absolute or _reduction(node) == _SUM
 
 
 def _is_aten(node: fx.Node) -> bool:
-    """True for an operation of which it is known what it does to the batch; of losses, one that reduces it."""
+    """True for ATen operations, whose effect on the batch is known, except losses with reduction="none"."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "aten" and _reduction(node) != _NONE
 
 
 def _reduction(node: fx.Node) -> object:
-    """What a loss is given as `reduction`; None for what is none."""
+    """The `reduction` argument of a loss; None for operations without it."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     if schema is None or "reduction" not in names:
@@ -121,7 +121,7 @@ def _reduction(node: fx.Node) -> object:
 
 
 def _summed(node: fx.Node) -> tuple[int, ...]:
-    """The shape of what is summed: of losses, that of the targets."""
+    """The shape of the summed tensor; for losses, of the targets."""
     source = node.args[1 if _reduction(node) == _SUM else 0]
     found = data(source).type if isinstance(source, fx.Node) else None
     return found.shape if found is not None else ()
@@ -132,9 +132,9 @@ def _is_batch(op: Input) -> bool:
 
 
 def _reads_batch(node: fx.Node, *, through_means: bool = True) -> bool:
-    """True if a value depends on what the step is called with, not on parameters and buffers alone.
+    """True if a value depends on the batch, and not only on parameters and buffers.
 
-    Without `through_means`, what is a mean over samples does not count: sums of these are none over the batch.
+    Without `through_means`, dependence through a mean over samples does not count: a sum of means is not a batch sum.
     """
     seen, waiting = set[fx.Node](), [node]
     while waiting:
@@ -150,7 +150,7 @@ def _reads_batch(node: fx.Node, *, through_means: bool = True) -> bool:
 
 _aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
-"""What `reduction="none"`, `"mean"` and `"sum"` are to operations."""
+"""ATen's numbers for `reduction="none"`, `"mean"` and `"sum"`."""
 _SUMS = {_aten.sum.default, _aten.sum.dim_IntList, _aten.nansum.default, _aten.trace.default, _aten.dot.default}
 _SUMS |= {_aten.vdot.default, _aten.mv.default, _aten.mm.default, _aten.bmm.default}
 _ADDED = {_aten.add.Tensor, _aten.sub.Tensor, _aten.add.Scalar, _aten.sub.Scalar, _aten.rsub.Scalar}
@@ -159,4 +159,4 @@ _QUOTIENTS = {_aten.div.Tensor, _aten.div.Scalar}
 _UNSCALED = {_aten.view.default, _aten.alias.default, _aten.clone.default, _aten.detach.default, _aten.neg.default}
 _UNSCALED |= {_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.unsqueeze.default}
 _UNSCALED |= {_aten._to_copy.default, _aten._unsafe_view.default, _aten.expand.default, _aten.permute.default}
-"""Operations behind which a sum is one still."""
+"""Operations that neither scale a sum nor change what it sums over."""

@@ -1,7 +1,6 @@
-"""Steps of a pipeline before they run: traced, written as this rank's program, compared with all others', loaded.
+"""Preparation of pipelined steps: trace, rewrite into this rank's program, compare with other ranks, load.
 
-Before the first one the model is divided. An evaluation is the forward of each micro-batch, without gradients, by a
-program of its own.
+The first preparation divides the model. An evaluation, the forward of each micro-batch, has its own program.
 """
 
 from __future__ import annotations
@@ -68,13 +67,13 @@ from zcompile.torch_internals.modules import buffers_of, parameters_of
 
 @dataclass(frozen=True)
 class StepSetup:
-    """What a step is made of.
+    """Everything that a step is built from.
 
     Attributes:
         table: The actions of all ranks.
-        units: Names or patterns of units; None for those of the model's structure.
-        updater: What steps the optimizers as soon as gradients are there; None where all gradients are kept.
-        flat: What makes results of a list of tensors.
+        units: Names or patterns of units; None for the repeated blocks.
+        updater: Steps the optimizers as soon as gradients arrive; None if all gradients are kept.
+        flat: Flattens the results of the loss function into a list of tensors.
     """
 
     trained: Training
@@ -88,11 +87,11 @@ class StepSetup:
 
     @property
     def hardware(self) -> Hardware:
-        """What is predicted for."""
+        """The hardware that times are predicted for."""
         return GPU if is_gpu(self.ranks.device) else CPU
 
     def agreement_lines(self) -> list[str]:
-        """What all ranks have to be asked for alike, in lines."""
+        """The options that must be the same on all ranks, as lines."""
         asked, away = self.asked, self.asked.offload_optimizer
         lines = [str(self.options), *str(self.table).split("\n")]
         lines += [f"split {asked.split}", f"clip_grad_norm {asked.clip_grad_norm}"]
@@ -101,7 +100,7 @@ class StepSetup:
         return [*lines, f"offload_optimizer {'disk' if isinstance(away, Path) else away}"]
 
     def loaded(self, made: PipelinedProgram, traced: Program, runtime: ModelRuntime, common: str) -> PipelinedRun:
-        """What runs a program of this rank, which all ranks call `common`. Collective."""
+        """Load a program of this rank; `common` is the same text on all ranks and identifies it. Collective."""
         results = StepResults.of(self.flat.names, traced, made, self.ranks.links, self.asked.results)
         updater = self.updater if self.table.trains else None
         return PipelinedRun(made, traced, runtime, self.ranks, self.trained.model, results, common, updater)
@@ -109,7 +108,7 @@ class StepSetup:
 
 @dataclass(frozen=True)
 class ReadyStep:
-    """A step that can be taken."""
+    """A step that is ready to run."""
 
     run: PipelinedRun
     trace: StepTrace
@@ -120,19 +119,19 @@ class ReadyStep:
     options: Options
 
     def check(self, parts: Sequence[CallSpec]) -> list[torch.Tensor]:
-        """The tensors that the step reads beside its arguments, parameters and buffers, if nothing has changed."""
+        """Check that nothing has changed; returns tensors that the step reads besides arguments and the model's."""
         for part in parts:
             self.guard.check(part)
         return self.trace.others(parts[0])
 
 
 def prepare(setup: StepSetup, first: CallSpec, owner: object) -> ReadyStep:
-    """Make a step of a micro-batch, for as long as `owner` lives. Collective.
+    """Prepare a step from its first micro-batch, for the lifetime of `owner`. Collective.
 
     Raises:
-        CaptureError: the model and its loss cannot be traced into one graph, or that cannot be cut.
-        OptionError: an option that the model is not for.
-        AgreementError: the ranks trace other steps.
+        CaptureError: the model and its loss cannot be traced into one graph, or the graph cannot be cut into stages.
+        OptionError: an option does not fit the model.
+        AgreementError: the ranks trace different steps.
     """
     ranks, model = setup.ranks, setup.trained.model
     trace = ranks.everyone.attempt("the traced step", lambda: trace_step(setup, first))[0]
@@ -151,16 +150,16 @@ def prepare(setup: StepSetup, first: CallSpec, owner: object) -> ReadyStep:
 
 
 def trace_step(setup: StepSetup, first: CallSpec, like: StepTrace | None = None) -> StepTrace:
-    """The step of one micro-batch; where the model has been divided for a step `like` it, the forward alone.
+    """Trace the step of one micro-batch, or, for a model already divided for the step `like`, its forward only.
 
     Raises:
-        CaptureError, OptionError: it is none that a pipeline can run.
+        CaptureError, OptionError: a pipeline cannot run it.
     """
     what, device, dtype = type(setup.trained.model).__name__, setup.ranks.device, setup.options.dtype
     layout = _layout(setup) if like is None else like.program.layout
     trace = StepTrace(setup.trained.model, layout, first, device, what, dtype, like)
     if trace.writes:
-        problem = "is changed by the step's code, and a pipeline's step is traced once and runs none of it"
+        problem = "is changed by the step's Python code, which a pipelined step runs only once, for tracing"
         raise CaptureError(trace.writes[0], problem, "keep it in a buffer, or change it between steps")
     check_traced(trace.program, len(setup.flat.names or ()), trains=like is None)
     if setup.table.microbatches > 1:
@@ -177,9 +176,9 @@ def _layout(setup: StepSetup) -> Layout:
 
 
 def _rewritten(setup: StepSetup, traced: Program) -> tuple[PipelinePlace, Options, PipelinedProgram]:
-    """What was chosen for this rank, and its program."""
+    """Choose stages and options for this rank, and rewrite its program."""
     ranks, hardware = setup.ranks, setup.hardware
-    # Of tensor-parallel ranks each may have other sizes, by which it would cut elsewhere.
+    # The first rank's choice is used: sizes may differ between tensor-parallel ranks, and so would their cuts.
     choose = partial(choose_starts, traced, setup.table, setup.asked.split, hardware, setup.options)
     starts = ranks.everyone.attempt("the stages", choose, shown=True)[1][0]
     place = PipelinePlace(setup.table, ranks.links.rank, ranks.links.axis, tuple(starts))
@@ -192,9 +191,9 @@ def _rewritten(setup: StepSetup, traced: Program) -> tuple[PipelinePlace, Option
 
 
 def _with_budget(setup: StepSetup, traced: Program, place: PipelinePlace) -> Options:
-    """The options with checkpoint="auto" as bytes: what this rank has left beside its shards and optimizer state.
+    """The options with checkpoint="auto" resolved to the bytes left on this rank besides shards and optimizer state.
 
-    Ranks may find different figures: what a rank computes again is no concern of others.
+    Ranks may get different figures, since recomputation is local to a rank.
     """
     options = setup.options
     if options.checkpoint != "auto":
@@ -207,9 +206,9 @@ def _with_budget(setup: StepSetup, traced: Program, place: PipelinePlace) -> Opt
 
 
 def _prefetch(setup: StepSetup, traced: Program, place: PipelinePlace, options: Options) -> int:
-    """The number of units to gather ahead; if that is to be chosen, the most that a rank wants.
+    """The number of units to gather ahead; for "auto", the largest that any rank chooses.
 
-    Within a memory limit it is the least: more might be beyond it there.
+    With a memory limit, the smallest: a larger one might exceed the limit on the rank that chose it.
     """
     ranks = setup.ranks
     if options.prefetch != "auto":
@@ -222,15 +221,15 @@ def _prefetch(setup: StepSetup, traced: Program, place: PipelinePlace, options: 
 
 
 def divide_model(setup: StepSetup, program: Program, traced: Program, options: Options) -> tuple[ModelRuntime, Retired]:
-    """What the program of a rank runs with: the rank's units, sharded. Collective.
+    """Shard the units of this rank, with the first rank's values, into a runtime. Collective.
 
-    Parameters of other units, and buffers that only other ranks write to, are on meta behind it, and in no group of the
-    optimizers. All begin with the values of the first rank.
+    Afterwards the parameters of other units are on meta and removed from the optimizers, and so are buffers to meta
+    that only other ranks write to.
     """
     model, ranks, optimizers = setup.trained.model, setup.ranks, setup.trained.optimizers
     named = (*model.named_parameters(), *model.named_buffers())
     blank = [name for name, tensor in named if tensor.is_meta]
-    ranks.everyone.reach("what of the model is on meta", blank, "build it on meta on all ranks, or on none")
+    ranks.everyone.reach("the tensors of the model on meta", blank, "build it on meta on all ranks, or on none")
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             ranks.links.broadcast(local_tensor(tensor))
@@ -249,13 +248,13 @@ def divide_model(setup: StepSetup, program: Program, traced: Program, options: O
 
 
 def written_buffers(program: Program) -> set[str]:
-    """The buffers that a program writes to."""
+    """Names of the buffers that a program writes to."""
     inputs = (op_of(node, Input) for node in program.nodes(Input))
     return {op.held for op in inputs if op.mutated}
 
 
 def _leave_parameters(model: nn.Module, own: set[int], optimizers: Sequence[Optimizer]) -> None:
-    """Free the parameters that other ranks keep: what stands in their place has a shape and no memory."""
+    """Free the parameters that other ranks keep, and put parameters on meta in their place."""
     for optimizer in optimizers:
         for parameter in parameters_held(optimizer):
             if id(parameter) not in own:
@@ -276,7 +275,7 @@ def _leave_parameters(model: nn.Module, own: set[int], optimizers: Sequence[Opti
 
 
 def _leave_buffers(model: nn.Module, names: set[str]) -> None:
-    """Let buffers that change on other ranks alone be on meta: their values here would be old ones."""
+    """Move buffers to meta that only other ranks write to: their values here would be stale."""
     left = {id(buffer) for name, buffer in model.named_buffers() if name in names}
     for module in model.modules():
         table = buffers_of(module)
@@ -286,16 +285,16 @@ def _leave_buffers(model: nn.Module, names: set[str]) -> None:
 
 
 NEW = 0
-"""The mark of a rank that has no program for an evaluation yet."""
+"""Mark of a rank that has no program for an evaluation yet."""
 MOST = 8
-"""Evaluations whose programs are kept: of batches of other sizes, and of the model in other modes."""
+"""Number of evaluation programs kept, for different batch sizes and modes."""
 
 
 class Evaluations:
-    """The evaluations of a model that is divided, made as they are asked for.
+    """The evaluations of a divided model, prepared on demand.
 
     Args:
-        setup: What the train step is made of, with an action table of forwards.
+        setup: The setup of the train step, with an action table of forwards only.
         ready: The train step.
     """
 
@@ -304,25 +303,26 @@ class Evaluations:
         self._made: dict[str, tuple[PipelinedRun, StepTrace]] = {}
 
     def look_up(self, parts: Sequence[CallSpec]) -> tuple[Sequence[CallSpec], str, list[torch.Tensor] | None]:
-        """What `run` takes for the micro-batches of a batch: these, and what an evaluation of them is traced for.
+        """The arguments of `run` for the micro-batches of a batch, computed without communication.
 
-        And what it reads beside them; None where it has not been traced.
+        These are the micro-batches, the guards of their evaluation (`traced_with`), and the further tensors that it
+        reads, or None if it must be traced.
 
         Raises:
-            OptionError, ModelError: these differ from each other, or the model has other modules than its train step.
+            OptionError, ModelError: the micro-batches differ, or modules have changed since the first train step.
         """
         self._ready.guard.check_modules()
         traced_for, *others = (traced_with(self.setup.trained.model, part) for part in parts)
         for other in others:
             if line := changed_line(traced_for, other):
-                raise OptionError("batch", f"has micro-batches that differ: {line}", "give all of them the same kinds")
+                raise OptionError("batch", f"has micro-batches that differ: {line}", "give a uniform batch")
         return parts, traced_for, self._extra(traced_for, parts[0])
 
     def run(self, parts: Sequence[CallSpec], traced_for: str, extra: list[torch.Tensor] | None) -> StepResult | None:
-        """The results of a batch. Collective.
+        """Evaluate a batch. Collective.
 
         Raises:
-            As `PipelinedStep.evaluate`.
+            Errors as `PipelinedStep.evaluate`.
         """
         lockstep, is_new = self._ready.run.runtime.lockstep, extra is None
         digest = hashlib.sha256(traced_for.encode(errors="backslashreplace")).hexdigest()
@@ -336,7 +336,7 @@ class Evaluations:
         return run.evaluate([[*part.leaves(), *extra] for part in parts])
 
     def _extra(self, traced_for: str, first: CallSpec) -> list[torch.Tensor] | None:
-        """What an evaluation reads beside its arguments; None where it has to be traced, or traced again."""
+        """Tensors that an evaluation reads besides its arguments; None if it must be traced (again)."""
         known = self._made.get(traced_for)
         try:
             return None if known is None else known[1].others(first)
@@ -344,7 +344,7 @@ class Evaluations:
             return None
 
     def _prepared(self, parts: Sequence[CallSpec]) -> tuple[PipelinedRun, StepTrace]:
-        """An evaluation that is traced, and proven, for what a batch is made of. Collective."""
+        """Trace, rewrite, prove and load an evaluation. Collective."""
         setup, trained = self.setup, self._ready
         ranks, values = setup.ranks, {str(number): (part.args, part.kwargs) for number, part in enumerate(parts)}
         ranks.compare_along("the batch of an evaluation", digest_of((), values), SAME_DATA)
@@ -358,7 +358,7 @@ class Evaluations:
         return setup.loaded(made, trace.program, trained.run.runtime, common), trace
 
     def _rewritten(self, traced: Program) -> PipelinedProgram:
-        """The program of this rank. Raises CaptureError: it reads a buffer that only another rank has."""
+        """The program of this rank. Raises CaptureError if it reads a buffer that is on another rank only."""
         place = replace(self._ready.place, table=self.setup.table)
         options = replace(self._ready.options, checkpoint=None, offload_activations=None)
         made = rewrite(traced, place, options, self.setup.hardware, updates=False)
@@ -368,8 +368,7 @@ class Evaluations:
         for op in (op_of(node, Input) for node in made.program.nodes(Input)):
             held = given[op.index].held if op.kind is Kind.DATA else ""
             if held in buffers and buffers[held].is_meta:
-                problem = "is a buffer that the train step writes to in one stage, and an evaluation reads in another"
-                raise CaptureError(
-                    held, problem, "begin the stages with other units, so that one has both: split=[...]"
-                )
+                problem = "is a buffer that the train step writes in one stage, and the evaluation reads in another"
+                fix = "choose other first units of stages, so that one stage does both: split=[...]"
+                raise CaptureError(held, problem, fix)
         return made

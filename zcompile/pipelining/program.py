@@ -1,6 +1,7 @@
 """From a traced step to the program of one rank of a pipeline.
 
-It is cut into stages; the program of each is rewritten; what a rank does in a step is written out, and rewritten again.
+The step is cut into stages, and the program of each stage is rewritten. Then the actions of a rank are unrolled into
+one program, which is rewritten again.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from zcompile.schedule.pipeline import ALWAYS, Journal, Pass, Verified
 
 @dataclass(frozen=True)
 class PipelinePlace:
-    """Where a rank is in a pipeline, and what all of its ranks do.
+    """A rank's position in a pipeline, and the actions of all ranks.
 
     Attributes:
         table: The actions of all ranks.
-        rank: This one's place along the axis.
-        axis: The name of the pipeline axis.
-        starts: The units with which stages begin, but for the first one.
-        homes: The stage that keeps each parameter, for a model that is divided already.
+        rank: Index of this rank along the pipeline axis.
+        axis: Name of the pipeline axis.
+        starts: First unit of each stage except the first stage.
+        homes: Stage that keeps each parameter, for a model that is divided already.
     """
 
     table: ActionTable
@@ -62,36 +63,34 @@ class PipelinePlace:
         return self.table.stages_of(self.rank)
 
     def cut(self, traced: Program) -> list[PipelineStage]:
-        """The stages of a traced step."""
+        """Cut a traced step into stages."""
         return cut_stages(traced, starts=self.starts, homes=self.homes)
 
     def unrolled(self, stages: Sequence[PipelineStage]) -> Program:
-        """What this rank does in a step, of its stages as they were rewritten, written out action by action."""
+        """Unroll the actions of this rank into one program, from its rewritten stages."""
         return unroll_microbatches(stages, table=self.table, rank=self.rank, axis=self.axis)
 
 
 @dataclass(frozen=True)
 class PipelinedProgram:
-    """A step of one rank, and the stages that it is made of: this rank's are rewritten, the others as they were cut."""
+    """A step of one rank, and all stages: those of this rank rewritten, the others as cut."""
 
     table: ActionTable
     program: Program
     stages: tuple[PipelineStage, ...]
     results: tuple[tuple[int, int], ...]
-    """What the program returns, in order: which of the traced step's results, and of which micro-batch."""
+    """For each output of the program: the index of the traced step's output, and the micro-batch."""
     journal: Journal
-    """What passes did to the program, once the actions of the rank were written out."""
+    """The passes on the program after unrolling."""
 
 
 def check_options(options: Options) -> None:
-    """Raise OptionError for values of options that a pipeline does not take."""
+    """Raise OptionError for values of options that pipelines do not support."""
     if options.shard == AUTO:
         raise OptionError("shard", "'auto' is not combined with a pipeline", "name one: 'hsdp', 'hfsdp', 'hpz', 'flat'")
     if options.has_budget and options.offload_activations is not None:
-        problem = "is a budget, which does not count on what is offloaded"
-        raise OptionError(
-            "checkpoint", problem, "give memory_limit=, for which as much is offloaded as has to be, or 'unit'"
-        )
+        problem = "is a budget, and offload_activations is given, which a budget does not take into account"
+        raise OptionError("checkpoint", problem, "give memory_limit=, which offloads as much as needed, or 'unit'")
 
 
 def choose_starts(
@@ -101,21 +100,21 @@ def choose_starts(
     hardware: Hardware = CPU,
     options: Options | None = None,
 ) -> tuple[str, ...]:
-    """The units with which stages begin: those of `split`, or so that all stages have about as much to compute.
+    """The first unit of each stage except the first stage: `split`, or balanced by compute time.
 
-    With a memory limit among the options: of the cuts that are within it as far as that can be told beforehand.
+    If the options have a memory limit, only cuts within it, by an estimate, are considered.
 
     Raises:
-        OptionError: there are fewer units than stages, or `split` is not for so many.
+        OptionError: there are fewer units than stages, or `split` is for another number of stages.
     """
     units, stages = units_in_order(traced), table.stages
     if split is not None:
         if len(split) != stages - 1:
-            problem = f"has {len(split)} units, and {stages} stages begin with {stages - 1}, the first one left out"
-            raise OptionError("split", problem, "give a unit for each stage but the first")
+            problem = f"has {len(split)} units, and {stages} stages need {stages - 1}"
+            raise OptionError("split", problem, "give the first unit of each stage except the first stage")
         return tuple(split)
     if len(units) < stages:
-        problem = f"has {stages} stages, and the model {len(units)} units: {', '.join(units)}"
+        problem = f"has {stages} stages, and the model has {len(units)} units: {', '.join(units)}"
         raise OptionError("schedule", problem, "use fewer ranks along the pipeline axis, or name more units by units=")
     seconds = work_of_units(traced, lambda node: operation_seconds(node, hardware))
     limit = None if options is None else bytes_of("memory_limit", options.memory_limit)
@@ -131,7 +130,7 @@ def homes_of(traced: Program, place: PipelinePlace) -> dict[str, int]:
 
 
 def layout_of_rank(traced: Program, place: PipelinePlace) -> Layout:
-    """What a rank keeps: the units of its stages."""
+    """The layout of a rank: the units of its stages."""
     stages = place.cut(traced)
     return traced.layout.with_units(tuple(unit for number in place.own for unit in stages[number].program.layout.units))
 
@@ -139,14 +138,14 @@ def layout_of_rank(traced: Program, place: PipelinePlace) -> Layout:
 def rewrite(
     traced: Program, place: PipelinePlace, options: Options, hardware: Hardware = CPU, *, updates: bool = True
 ) -> PipelinedProgram:
-    """The program of this rank's step.
+    """Rewrite a traced step into the program of this rank's step.
 
     Args:
-        traced: The step of one micro-batch, of the whole model, laid out for the ranks that it is to run on.
-        place: Where this rank is in the pipeline.
-        options: What is asked for.
-        hardware: What messages are made for, where options do not say it.
-        updates: Let the optimizer use gradients as soon as they are there.
+        traced: The step of one micro-batch, of the whole model, laid out for the ranks that run it.
+        place: This rank's position in the pipeline.
+        options: The options of the train step.
+        hardware: The hardware that the message size is chosen for, unless options set it.
+        updates: Update parameters as soon as their gradients arrive.
     """
     steps, stages, step = _unrolled(traced, place, options, hardware, updates=updates)
     values = values_of_rank(traced, step, stages, place)
@@ -160,13 +159,13 @@ def rewrite(
 def choose_prefetch(
     traced: Program, place: PipelinePlace, options: Options, hardware: Hardware, *, updates: bool = True
 ) -> int:
-    """The least prefetch with which the rank's step, the others taken to send at once, is about as short as with any.
+    """The smallest prefetch for which the step is about as fast as for the best, if other ranks never delay it.
 
-    Further units cost memory, and so do messages that are received ahead: what is beyond a memory limit, or a budget of
-    `checkpoint=`, is no choice.
+    Larger values take more memory for units and for messages received ahead. Values with which the step exceeds the
+    memory limit, or a budget of `checkpoint=`, are not considered.
 
     Raises:
-        OptionError: the step is beyond the memory limit without any prefetch.
+        OptionError: the step exceeds the memory limit even without prefetch.
     """
     options = replace(options, prefetch=0)
     steps, _, step = _unrolled(traced, place, options, hardware, updates=updates)
@@ -188,7 +187,7 @@ def choose_prefetch(
 def _unrolled(
     traced: Program, place: PipelinePlace, options: Options, hardware: Hardware, *, updates: bool
 ) -> tuple[Callable[..., Sequence[Pass]], tuple[PipelineStage, ...], Program]:
-    """The passes that steps go through when their actions are written out, all stages, and the step that is next."""
+    """The passes to run after unrolling, all stages, and the unrolled step before these passes."""
     bucket = bytes_of("bucket", options.bucket) or bucket_for(hardware)
     steps = partial(of_steps, options.stage, prefetch=options.schedule.prefetch, bucket=bucket, updates=updates)
     stages = _rewritten(place.cut(traced), place, options, bucket, steps())
@@ -196,7 +195,7 @@ def _unrolled(
 
 
 def _to_the_end(steps: Callable[..., Sequence[Pass]], options: Options, prefetch: int) -> Sequence[Pass]:
-    """The same with what a memory limit and offloading ask for, which comes last."""
+    """The passes to run after unrolling, including those for a memory limit and offloading, which come last."""
     limit = bytes_of("memory_limit", options.memory_limit)
     return steps(prefetch=prefetch, memory_limit=limit, away=options.offload_activations is not None)
 
@@ -204,7 +203,7 @@ def _to_the_end(steps: Callable[..., Sequence[Pass]], options: Options, prefetch
 def _rewritten(
     cut: Sequence[PipelineStage], place: PipelinePlace, options: Options, bucket: int, finish: Sequence[Pass]
 ) -> tuple[PipelineStage, ...]:
-    """The stages, this rank's rewritten; `finish`: what steps go through when their actions are written out."""
+    """All stages, with this rank's rewritten. `finish`: the passes to run after unrolling, to predict a budget."""
     table, budget = place.table, checkpoint_of(options.checkpoint)
     partition: Partition = "min_cut" if options.backend == "inductor" else "default"
 
@@ -225,7 +224,7 @@ def _rewritten(
 
     if budget is None or budget == "unit":
         return tuple(rewritten(one, budget) if one.number in place.own else one for one in cut)
-    assert budget != "auto", "it is refused before"
+    assert budget != "auto", "callers resolve it to bytes"
 
     def step_of(stages: Sequence[PipelineStage]) -> Program:
         return run_passes(finish, place.unrolled(stages))
@@ -234,7 +233,7 @@ def _rewritten(
 
 
 def values_of_rank(traced: Program, step: Program, stages: Sequence[PipelineStage], place: PipelinePlace) -> RankValues:
-    """What a rank's step has to compute."""
+    """The values that a rank's step must compute, for its proof."""
     own = [stages[number] for number in place.own]
     results, draws, writes = list[tuple[int, int]](), list[tuple[int, int]](), list[tuple[int, int]]()
     for action in place.table.rows[place.rank]:
@@ -267,7 +266,7 @@ def values_of_rank(traced: Program, step: Program, stages: Sequence[PipelineStag
 
 
 def _shared(stages: Sequence[PipelineStage], own: Sequence[int]) -> tuple[SharedParameter, ...]:
-    """The parameters that several stages read, one of them this rank's."""
+    """The parameters that several stages read, at least one of them on this rank."""
     found = []
     for home in stages:
         for param, value in dict.fromkeys((one.param, one.value) for one in home.boundary.lends):
@@ -289,19 +288,20 @@ def within_budget(
     step_of: Callable[[Sequence[PipelineStage]], Program],
     checkpoint: int | float,
 ) -> tuple[PipelineStage, ...]:
-    """The stages of a rank rewritten so that its step holds at most so many bytes, and the least time is lost.
+    """Rewrite the stages of a rank so that its step is within a memory budget, at the least cost in time.
 
-    Of several stages the others compute again all that they can, until it is their turn to choose.
+    A rank's stages choose one after another; stages that have not chosen yet recompute as much as possible.
 
     Args:
-        cut: All stages as they were cut.
-        own: The numbers of the rank's.
-        rewritten: Rewrites one of them, within "unit" or bytes of the step that its last argument makes of a program.
-        step_of: The finished step of stages that are rewritten.
-        checkpoint: Bytes beside shards and optimizer state, or a share of what is held with nothing computed again.
+        cut: All stages, not rewritten.
+        own: The numbers of the rank's stages.
+        rewritten: Called as `rewritten(stage, checkpoint, step)`: rewrites a stage with checkpoint None, "unit", or a
+            budget in bytes for the program that `step` makes from that of the stage.
+        step_of: Makes the finished step from rewritten stages.
+        checkpoint: Bytes besides shards and optimizer state, or a share of the peak without recomputation.
 
     Raises:
-        OptionError: no choice is as small as that.
+        OptionError: the budget cannot be met.
     """
     untouched = _with(cut, {number: rewritten(cut[number], None) for number in own})
     peak = peak_bytes(step_of(untouched))
@@ -319,7 +319,7 @@ def within_budget(
 
 
 def others_in_flight(table: ActionTable, stage: int) -> int:
-    """The most other micro-batches of a stage whose forward has run when one does, and whose backward has not ended."""
+    """The most micro-batches of a stage in flight at a time (forward begun, backward not ended), minus one."""
     most = now = 0
     for action in table.rows[table.rank_of(stage)]:
         if action.stage == stage:
@@ -333,10 +333,10 @@ def _with(cut: Sequence[PipelineStage], found: dict[int, PipelineStage]) -> tupl
 
 
 def stage_memory(traced: Program, table: ActionTable, limit: int, options: Options) -> StageMemory:
-    """What stages would hold of a traced step's units, in order, where a rank's step may hold `limit` bytes.
+    """Estimate the memory of stages from that of units, if a rank's step may hold `limit` bytes.
 
-    Each unit saves its input alone where something is computed again. A rank of several stages divides the limit among
-    them. What is offloaded is there for one micro-batch at a time.
+    With recomputation, each unit is taken to save only its input. A rank with several stages divides the limit equally
+    among them. Offloaded activations are counted for one micro-batch at a time.
     """
     units, assignment = one_unit_per_stage(traced)
     every = _saved_bytes(assignment)
@@ -356,7 +356,7 @@ def stage_memory(traced: Program, table: ActionTable, limit: int, options: Optio
 
 
 def _saved_bytes(assignment: StageAssignment) -> list[int]:
-    """By unit, what its backward, or another one, reads of its forward."""
+    """For each unit, bytes of its forward's values that any backward reads."""
     result = []
     for own in assignment.own:
         forward = (node for node in own if data(node).phase is Phase.FORWARD)
@@ -366,7 +366,7 @@ def _saved_bytes(assignment: StageAssignment) -> list[int]:
 
 
 def _input_bytes(assignment: StageAssignment) -> list[int]:
-    """By unit, what it reads of earlier ones."""
+    """For each unit, bytes that it reads from earlier units."""
     result = [0] * assignment.count
     for node, source, to in assignment.crossings:
         result[to] += data(node).nbytes if source < to else 0
@@ -374,12 +374,12 @@ def _input_bytes(assignment: StageAssignment) -> list[int]:
 
 
 def _running_bytes(node: fx.Node) -> int:
-    """Bytes of what an operation reads and gives."""
+    """Bytes of an operation's arguments and result."""
     return data(node).nbytes + sum(data(owner_of(one)).nbytes for one in node.all_input_nodes)
 
 
 def _passing_bytes(layout: Layout, name: str, ahead: int) -> int:
-    """Bytes that come and go with a unit: as many gathered units as there are at a time, and its full gradients."""
+    """Temporary bytes of a unit: `ahead` gathered units, and its full gradients."""
     if not layout.has_unit(name):
         return 0
     gathered = ahead * layout.gathered_bytes(name) if layout.stage.parameters_sharded else 0
@@ -391,9 +391,9 @@ def _passing_bytes(layout: Layout, name: str, ahead: int) -> int:
 
 
 def _kept_bytes(layout: Layout, name: str, *, several: bool) -> int:
-    """Bytes of a unit's parameters and gradients that a step holds from action to action.
+    """Bytes of a unit's full parameters and gradients that a step keeps between actions.
 
-    `several`: there are several micro-batches, whose gradients are added up.
+    `several`: the gradients of several micro-batches are summed.
     """
     if not layout.has_unit(name):
         return 0

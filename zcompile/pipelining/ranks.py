@@ -1,4 +1,4 @@
-"""The ranks of a mesh with a pipeline axis, as one of them sees them."""
+"""The ranks of a mesh with a pipeline axis, seen from this rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from zcompile.schedule.option_checks import check_dimensions
 from zcompile.schedule.options import Options
 
 PIPELINE = "pp"
-"""What the pipeline axis of a mesh is called."""
+"""Name of the pipeline dimension of a mesh."""
 
 
 def is_pipelined(mesh: DeviceMesh | None) -> bool:
@@ -46,8 +46,8 @@ class PipelineRanks(ModelRanks):
     """The ranks of a mesh with a pipeline axis, which number their runs together.
 
     Attributes:
-        links: To the other ranks along the pipeline axis.
-        axes: Of the mesh, the outermost first.
+        links: Links to the other ranks along the pipeline axis.
+        axes: Axes of the mesh, outermost first.
     """
 
     links: StageLinks
@@ -55,18 +55,18 @@ class PipelineRanks(ModelRanks):
 
     @property
     def in_step(self) -> Agreement:
-        """Of those that number their runs together: of everyone."""
+        """The agreement among the ranks that number their runs together: all ranks."""
         return self.everyone
 
     @property
     def along(self) -> list[int]:
-        """The places among everyone of the ranks along the pipeline axis, this one among them."""
+        """The indices, in `everyone`, of the ranks along the pipeline axis, this rank included."""
         everyone = self.everyone.communicator.waits.ranks
         return [everyone.index(rank) for rank in self.links.waits.ranks]
 
     @classmethod
     def of(cls, model: nn.Module, mesh: DeviceMesh, device: torch.device, options: Options) -> PipelineRanks:
-        """Those of a mesh that `checked_device` takes. Collective."""
+        """Make the ranks of a mesh that `checked_device` accepts. Collective."""
         tensor = check_divided(model)
         own = _with_data(mesh, tensor)
         shared = own[_data_names(own, tensor)]
@@ -80,15 +80,15 @@ class PipelineRanks(ModelRanks):
         return cls(data, Agreement(data), agreed, parallel, links, _axes(own, data.mesh, tensor))
 
     def compare(self, what: str, text: str) -> str:
-        """The first rank's text, once all ranks came here with texts that fit.
+        """Compare texts of all ranks, and return the first rank's. Collective.
 
-        Of tensor parallelism each part may have its own.
+        Texts may differ between the ranks of a tensor-parallel group.
 
         Raises:
-            AgreementError: on every rank: the first line that differs, and whose it is.
+            AgreementError: texts differ; on every rank, with the first different line and its ranks.
         """
         parts = 1
-        if self.parallel is not None:  # each group of tensor parallelism has a name of its own, which graphs say
+        if self.parallel is not None:  # graphs contain the name of their tensor-parallel group, which differs
             parts = self.parallel.mesh.size()
             text = text.replace(repr(self.parallel.mesh.get_group().group_name), repr(AxisKind.TENSOR.value))
         texts = self.everyone.share(what, text)
@@ -99,17 +99,17 @@ class PipelineRanks(ModelRanks):
         return texts[0]
 
     def fitting_texts(self, what: str, program: Program) -> list[str]:
-        """The texts of all ranks' programs, whose communications fit together. Collective.
+        """Check that the communications of all ranks' programs match; returns the programs' texts. Collective.
 
         Raises:
-            AgreementError: they do not.
+            AgreementError: communications do not match.
         """
         texts = self.everyone.share(what, program.text(regions=True))
         check_texts(dict(zip(self.everyone.communicator.waits.ranks, texts, strict=True)))
         return texts
 
     def connect(self, program: Program) -> None:
-        """Make ready what this rank's program, and those of others, send stages by. Collective."""
+        """Connect the links by which the programs of all ranks send between stages. Collective."""
         if self.links.blocks:
             return
         own, place = list[Route](), self.links.rank
@@ -119,10 +119,10 @@ class PipelineRanks(ModelRanks):
         self.links.connect(Route(*route) for text in told for route in json.loads(text))
 
     def compare_along(self, what: str, text: str, fix: str) -> None:
-        """Return once all ranks came here, those along the pipeline axis with the same text.
+        """Check that the ranks along each pipeline axis have the same text. Collective.
 
         Raises:
-            AgreementError: on every rank: some of them have another one.
+            AgreementError: some differ; raised on every rank.
         """
         texts, stages = self.everyone.share(what, text), self.links.size
         columns = len(texts) // stages
@@ -133,17 +133,17 @@ class PipelineRanks(ModelRanks):
 
     @property
     def first(self) -> bool:
-        """True on the ranks whose values of the model all others get."""
+        """True on the ranks whose parameter values the other ranks receive."""
         return self.links.rank == 0 and self.data.rank == 0
 
 
 def checked_device(model: nn.Module, mesh: DeviceMesh, options: Options) -> torch.device:
-    """Where a model is trained on a mesh with a dimension "pp", and perhaps others of data and tensor parallelism.
+    """The device to train on, after checking a mesh with a dimension "pp", and maybe data and tensor parallelism.
 
     Raises:
-        GroupError: it has others, or is for another device than the model's.
-        ModelError: tensor parallelism divides the model as a pipeline cannot have it.
-        OptionError: its data-parallel dimensions are not what options are for.
+        GroupError: the mesh has other dimensions, another order, or another device type than the model.
+        ModelError: pipelines do not support the model's tensor parallelism.
+        OptionError: options do not fit the data-parallel dimensions.
     """
     tensor, names = check_divided(model), list(mesh.mesh_dim_names or ())
     data, parts = _data_names(mesh, tensor), [] if tensor is None else [_name_of(tensor)]
@@ -151,16 +151,16 @@ def checked_device(model: nn.Module, mesh: DeviceMesh, options: Options) -> torc
     if data not in ((), (DATA,)) and not (len(data) == 2 and names_replicas(mesh[data])):
         others = [name for name in data if name != DATA]
         problem = f"is {mesh}: a pipeline is not combined with {', '.join(map(repr, others))}"
-        fix = f"give init_device_mesh({kind}, (stages, ranks), mesh_dim_names=('pp', 'dp')), or of two levels"
+        fix = f"give init_device_mesh({kind}, (stages, ranks), mesh_dim_names=('pp', 'dp')), or for two levels"
         fix += " (stages, nodes, ranks) with ('pp', 'replicate', 'shard')"
-        fix += "; for tensor parallelism call parallelize_module(model, mesh['tp'], ...) before"
+        fix += "; for tensor parallelism call parallelize_module(model, mesh['tp'], ...) first"
         raise GroupError("mesh", problem, fix)
     if names != [PIPELINE, *data, *parts] or (parts and not data):
         known = (PIPELINE, *(data or (DATA,)), *parts)
         sizes = ("stages", *(("ranks",) if len(data) < 2 else ("nodes", "ranks")), *(("parts",) if parts else ()))
         fix = f"give init_device_mesh({kind}, ({', '.join(sizes)}), mesh_dim_names={known})"
-        divided = "" if tensor is None else f" of a model that is divided over {tensor}"
-        raise GroupError("mesh", f"is {mesh}, which is not the order of dimensions, or lacks one{divided}", fix)
+        divided = "" if tensor is None else f" for a model that is parallelized on {tensor}"
+        raise GroupError("mesh", f"is {mesh}, which lacks a dimension, or has another order{divided}", fix)
     first = next((parameter for parameter in model.parameters() if not parameter.is_meta), None)
     device = default_device(mesh) if first is None else first.device
     if device.type != mesh.device_type:
@@ -174,17 +174,17 @@ def checked_device(model: nn.Module, mesh: DeviceMesh, options: Options) -> torc
 
 
 def _data_names(mesh: DeviceMesh, tensor: DeviceMesh | None) -> tuple[str, ...]:
-    """The dimensions whose ranks have other data: all but those of stages and of tensor parallelism."""
+    """The names of the data-parallel dimensions: all except the pipeline's and the tensor-parallel one."""
     return tuple(name for name in mesh.mesh_dim_names or () if name not in (PIPELINE, _name_of(tensor)))
 
 
 def _name_of(tensor: DeviceMesh | None) -> str:
-    """What the dimension of tensor parallelism is called; empty if there is none."""
+    """The name of the tensor-parallel dimension; empty if there is none."""
     return "" if tensor is None else (tensor.mesh_dim_names or ("tp",))[0]
 
 
 def _with_data(mesh: DeviceMesh, tensor: DeviceMesh | None) -> DeviceMesh:
-    """A mesh of the same ranks with groups of its own, and a dimension of data, be it of size 1."""
+    """A mesh of the same ranks with its own groups, and with a data dimension, which may have size 1."""
     names, ranks = tuple(mesh.mesh_dim_names or ()), mesh.mesh
     if not _data_names(mesh, tensor):
         names, ranks = (*names, DATA), ranks.unsqueeze(-1)
@@ -192,6 +192,6 @@ def _with_data(mesh: DeviceMesh, tensor: DeviceMesh | None) -> DeviceMesh:
 
 
 def _axes(mesh: DeviceMesh, data: DeviceMesh, tensor: DeviceMesh | None) -> tuple[Axis, ...]:
-    """The axes of a mesh with these data-parallel dimensions, the outermost first."""
+    """The axes of a mesh with these data-parallel dimensions, outermost first."""
     stages = mesh[PIPELINE].size()
     return (Axis(PIPELINE, AxisKind.PIPELINE, stages, mesh.size() // stages), *axes_of_mesh(data, tensor))

@@ -1,4 +1,4 @@
-"""What pipelines show of themselves: what all ranks do, beside what other models show of theirs."""
+"""Reports of pipelines: the common reports of compiled models, and what all ranks do."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from zcompile.schedule.pipeline import Journal
 
 @dataclass
 class PipelineCode:
-    """The programs of a pipeline, as this rank knows them.
+    """The programs of a pipeline, as known on this rank.
 
     Attributes:
-        hardware: What seconds are predicted for.
-        journals: What passes did to this rank's.
+        hardware: The hardware that times are predicted for.
+        journals: The passes on this rank's program.
         table: The actions of all ranks.
-        texts: The programs of the ranks along the pipeline axis, as they are printed.
+        texts: The printed programs of the ranks along the pipeline axis.
     """
 
     hardware: Hardware
@@ -40,13 +40,13 @@ class PipelineCode:
 
     @cached_property
     def programs_along(self) -> list[Program]:
-        """Other ranks' by their texts, which do not say whether a backend fuses operations."""
+        """The parsed programs of the ranks along the axis. Texts lack `fuses`, which is taken from this rank's."""
         own = self.journals[0].entries[-1].after
         fuses = all(region.fuses for region in own.regions.values())
         return [_fusing(parse(text), fuses=fuses) for text in self.texts]
 
     def explain(self) -> str:
-        """What each rank has, does, sends and holds, as predicted."""
+        """See `explain_pipeline`."""
         return explain_pipeline(self.programs_along, self.table, self.hardware)
 
 
@@ -56,7 +56,7 @@ def _fusing(program: Program, *, fuses: bool) -> Program:
 
 
 def explain_pipeline(programs: Sequence[Program], table: ActionTable, hardware: Hardware) -> str:
-    """What each rank along a pipeline axis has, does, sends and holds in a step, as predicted for `hardware`."""
+    """A table of the stages, memory, messages and busy time of each pipeline rank, predicted for `hardware`."""
     out = io.StringIO()
     console = Console(file=out, width=110)
     timelines = simulate_pipeline(programs, hardware)

@@ -1,4 +1,4 @@
-"""The program of one rank of a pipeline, loaded, and run once a step; and what a step gives."""
+"""Run the loaded program of one rank of a pipeline, and combine the results of all ranks."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from zcompile.runtime.stage_links import StageLinks
 
 
 class PipelinedRun(LoadedProgram):
-    """What runs the steps of a rank.
+    """Runs the steps of a rank.
 
-    `traced` is the step of one micro-batch, the same on all ranks; `common` what all of them call it. The program
-    reads the buffers of `model`.
+    `traced` is the step of one micro-batch, the same on all ranks; `common` is the same text on all ranks, by which
+    they check that they run the same step. The program reads the buffers of `model`.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class PipelinedRun(LoadedProgram):
     def step(
         self, microbatches: Sequence[Sequence[Any]], scale: torch.Tensor | None = None
     ) -> tuple[StepResult | None, Sequence[Gradients | InsideAverages]]:
-        """Run the program; gives the results of the step, and the gradients that it has not used.
+        """Run the program; returns the results of the step, and the gradients that it did not use for updates.
 
         Args:
-            microbatches: Of each what the call is given, containers taken apart.
-            scale: What the loss is multiplied by for the backward, [].
+            microbatches: The flattened arguments of each micro-batch.
+            scale: The loss scale for the backward, a 0-d tensor.
         """
         self._enter(RunKind.STEP)
         tangent = torch.full_like(self._results.zero(), 1 / len(microbatches))
@@ -77,14 +77,14 @@ class PipelinedRun(LoadedProgram):
         return self._ran(microbatches, tangent)
 
     def evaluate(self, microbatches: Sequence[Sequence[Any]]) -> StepResult | None:
-        """Run a program of forwards alone; gives its results."""
+        """Run a program of forwards only; returns its results."""
         self._enter(RunKind.EVALUATION)
         return self._ran(microbatches, None)[0]
 
     def _ran(
         self, microbatches: Sequence[Sequence[Any]], tangent: torch.Tensor | None
     ) -> tuple[StepResult | None, Sequence[Gradients | InsideAverages]]:
-        """What `step` gives, of a run that has begun."""
+        """Run the program after `_enter`; returns the same as `step`."""
         runtime, ranks, updater = self.runtime, self.ranks, self._updater
         version, recordings = runtime.freshness.version(), runtime.recordings
         runtime.recorder.begin_call(version, trains=tangent is not None)
@@ -92,14 +92,14 @@ class PipelinedRun(LoadedProgram):
         run = self._run if recordings.current is None else recordings.current.loaded(self._recorded)
         buffers = dict(self._model.named_buffers())
         box = [self._value(node, microbatches, tangent, buffers) for node in self._given]
-        # Each stage and each data-parallel rank draws random numbers of its own.
+        # Each stage and each data-parallel rank draws different random numbers.
         place = ranks.links.rank * ranks.data.size + ranks.data.rank
         numbers = numbers_of_rank(place, ranks.device, others_draw=True) if self._draws else nullcontext()
         try:
             with torch.no_grad(), numbers, updater.updating() if updater is not None else nullcontext():
                 outputs, gradients = run(box)
         except BaseException:
-            # What was begun goes on in streams of its own, over memory that the next step is lent again.
+            # Hazard: async work still runs on other streams and uses memory that the next step reuses. Order it first.
             ranks.data.order_all()
             ranks.links.order_all()
             runtime.settle()
@@ -110,14 +110,14 @@ class PipelinedRun(LoadedProgram):
         return found, gradients
 
     def _enter(self, kind: RunKind) -> None:
-        """Begin a run that all ranks number alike, with no copy of a parameter that a step has outdated."""
+        """Begin a run, numbered alike on all ranks, and drop copies of parameters that a step has made stale."""
         freshness, lockstep = self.runtime.freshness, self.runtime.lockstep
         stale = self._keeps and freshness.drop_stale_copies()
         call = lockstep.enter(kind, self._digest, [WRITTEN] if stale else [])
         self.ranks.data.stamp(call.position.number)
         first, self._has_run = not self._has_run, True
         self.ranks.links.begin(call.position.number, first=first)
-        lockstep.check()  # the program may update: behind it, it would be too late
+        lockstep.check()  # before the program, which may update parameters
         if self._keeps and freshness.has_current and WRITTEN in call.marks:
             freshness.compare()
 
@@ -128,7 +128,7 @@ class PipelinedRun(LoadedProgram):
         tangent: torch.Tensor | None,
         buffers: Mapping[str, torch.Tensor],
     ) -> Any:
-        """What the program is given in the place of `node`."""
+        """The argument of the program for the placeholder `node`."""
         op = data(node).op
         if (fixed := self._fixed(self.program, node)) is not None:
             return fixed
@@ -136,7 +136,7 @@ class PipelinedRun(LoadedProgram):
             return self.ranks.links if op.axis == self.ranks.links.axis else self.ranks.data.along(op.axis)
         if isinstance(op, OffloadStore):
             return self.runtime.offloads[op]
-        assert isinstance(op, Input), "a step is given units, groups, a place for activations and inputs"
+        assert isinstance(op, Input), "a step takes units, groups, activation storage and inputs"
         if op.kind is Kind.TANGENT:
             return tangent
         traced = self._traced[op.index]
@@ -145,16 +145,16 @@ class PipelinedRun(LoadedProgram):
 
 @dataclass(frozen=True)
 class StepResults:
-    """Makes the results of a step, the loss first, of what the programs of all ranks return.
+    """Combines the outputs of all ranks' programs into the results of a step: the loss, and metrics.
 
     Attributes:
-        microbatches: How many there are.
-        links: To the other ranks along the pipeline axis.
-        on: Which of them get the results.
-        names: Of the results behind the loss; None if there is the loss alone.
-        types: Of all, for one micro-batch.
-        ranks: The places along the pipeline axis of the ranks that compute them.
-        own: What this rank's program returns, in order: which result, and of which micro-batch.
+        microbatches: Number of micro-batches.
+        links: Links to the other ranks along the pipeline axis.
+        on: The ranks that get the results.
+        names: Names of the metrics; None if there are none.
+        types: Types of the loss and the metrics, for one micro-batch.
+        ranks: For each result, the index along the pipeline axis of the rank that computes it.
+        own: For each output of this rank's program: the index of the result, and the micro-batch.
     """
 
     microbatches: int
@@ -169,7 +169,7 @@ class StepResults:
     def of(
         cls, names: tuple[str, ...] | None, traced: Program, made: PipelinedProgram, links: StageLinks, on: ResultsOn
     ) -> StepResults:
-        """Those of a traced step, and of what a rank makes of it; new values of buffers are no results."""
+        """Make the results of a traced step and a rank's program. New values of buffers are not results."""
         first, table = len(written_results(traced)), made.table
         ranks = dict[int, int]()
         for stage in made.stages:
@@ -182,11 +182,11 @@ class StepResults:
         return cls(table.microbatches, links, on, names, types, homes, own)
 
     def zero(self) -> torch.Tensor:
-        """A loss of zero."""
+        """A zero loss."""
         return torch.zeros(self.types[0].shape, dtype=self.types[0].dtype, device=self.links.device)
 
     def of_outputs(self, outputs: Sequence[torch.Tensor]) -> StepResult | None:
-        """The mean loss, with metrics behind it if there are; None on ranks that are to have none. Collective."""
+        """The mean loss, or (mean loss, metrics); None on ranks that get no results. Collective."""
         own: dict[int, dict[int, torch.Tensor]] = {}
         for (result, number), value in zip(self.own, outputs, strict=True):
             own.setdefault(result, {})[number] = value
@@ -202,7 +202,7 @@ class StepResults:
         return joined[0], {name: joined[1 + at] for at, name in enumerate(names)}
 
     def _joined(self, result: int, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The mean of losses; metrics one behind the other."""
+        """The mean of the losses, or metrics stacked to [microbatches, ...]."""
         in_order = [values[number] for number in range(self.microbatches)]
         if result:
             return torch.stack(in_order)
@@ -212,7 +212,7 @@ class StepResults:
         return total / self.microbatches
 
     def _share(self, rank: int, joined: dict[int, torch.Tensor]) -> None:
-        """Give all ranks along the axis what one of them has computed, as one message."""
+        """Broadcast the results that `rank` has computed along the axis, in one message."""
         device = self.links.device
         results = [result for result, at in enumerate(self.ranks) if at == rank]
         for result in results if self.links.rank != rank else ():
@@ -224,5 +224,5 @@ class StepResults:
         with self.links.waits.explained("the loss and metrics"):
             dist.broadcast(sent, group=self.links.group, group_src=rank)
         for result, part in zip(results, sent.split([one.numel() for one in flat]), strict=True):
-            # Copied: parts of a message may begin at addresses that the dtype does not allow.
+            # Copy: a part of the message may not be aligned for its dtype.
             joined[result] = part.clone().view(joined[result].dtype).view(joined[result].shape)

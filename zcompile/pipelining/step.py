@@ -41,14 +41,14 @@ from zcompile.state.savable import Savable
 Result = TypeVar("Result")
 _TAKEN = frozenset({"stage", "prefetch", "dtype", "reduce_dtype", "backend", "bucket", "checkpoint", "memory_limit"})
 _TAKEN |= {"shard", "outer_dtype", "outer_gather_dtype", "offload_parameters", "offload_activations", "dump", "record"}
-"""Options of `zcompile.compile` that a pipeline takes, beside `units` and `mesh`."""
+"""Options of `zcompile.compile` that pipelines support, besides `units` and `mesh`."""
 
 
 def pipelined_step(trained: Training, asked: StepOptions, given: dict[str, Any]) -> PipelinedStep:
-    """A train step on the mesh among the options that are `given`.
+    """Make a train step on the mesh in `given`, the options of `zcompile.compile`. Collective.
 
     Raises:
-        OptionError: an option that a pipeline does not take, or a schedule that is not for so many ranks.
+        OptionError: pipelines do not support an option, or the schedule does not fit the number of ranks.
         GroupError, OptimizerError: as `zcompile.train_step`.
     """
     mesh, units, model = given.pop("mesh"), given.pop("units", None), trained.model
@@ -68,34 +68,32 @@ def pipelined_step(trained: Training, asked: StepOptions, given: dict[str, Any])
 
 
 def _options_of(given: dict[str, Any]) -> Options:
-    """The options of a pipeline; raises OptionError for one that it does not take."""
+    """The options of a pipeline. Raises OptionError for an option that pipelines do not support."""
     known = {field.name: field for field in fields(Options)}
     if unknown := [name for name in given if name not in known]:
-        raise OptionError(unknown[0], "is no option of a pipeline", f"choose among {', '.join(sorted(_TAKEN))}")
+        raise OptionError(unknown[0], "is not an option of a pipeline", f"choose from {', '.join(sorted(_TAKEN))}")
     for name, value in given.items():
         if name not in _TAKEN and value != known[name].default:
-            raise OptionError(name, "is not combined with a pipeline so far", "leave it out")
+            raise OptionError(name, "cannot be combined with a pipeline yet", "leave it out")
     options = Options.among(given)
     check_options(options)
     return options
 
 
 def _check_scales(model: nn.Module, options: Options) -> None:
-    """Raise OptionError where a scaler cannot look at the gradients of all parameters."""
+    """Raise OptionError if a GradScaler cannot handle all gradients together."""
     kinds = {isinstance(parameter, DTensor) for parameter in model.parameters()}
     if len(kinds) > 1 and options.stage == 0:
-        problem = (
-            "looks at all gradients at once, and under stage 0 only those that tensor parallelism divides are DTensors"
-        )
+        problem = "cannot handle DTensors together with plain tensors, the gradients of a tensor-parallel stage 0"
         raise OptionError("grad_scaler", problem, "choose stage 1, 2 or 3, or compute in bfloat16")
 
 
 class PipelinedStep(BaseStep, Savable, Reported):
-    """See `zcompile.train_step`, with a mesh that has a dimension "pp". Collective: every rank calls it.
+    """A train step made by `zcompile.train_step` for a mesh with a dimension "pp". Collective: every rank calls it.
 
-    The first call, or `prepare`, traces the step and divides the model: until then each rank has all of it. Then
-    parameters of other ranks' stages are on meta, and in no group of the optimizers. State is whole, as the plain
-    model's is: a checkpoint of it can be loaded on any other mesh, and by a model that no pipeline divides.
+    The first call, or `prepare`, traces the step and divides the model; until then each rank has all of it. Afterwards,
+    the parameters of other ranks' stages are on meta and no longer in the optimizers. Saved state is that of the whole
+    model: a checkpoint loads on any other mesh, and without a pipeline.
     """
 
     def __init__(self, setup: StepSetup) -> None:
@@ -103,25 +101,25 @@ class PipelinedStep(BaseStep, Savable, Reported):
         self._setup, self._ranks, self.table = setup, setup.ranks, setup.table
         self._overflow = None if self._scaler is None else Overflow(setup.ranks.device)
         self._compared = False
-        """True once ranks along the pipeline axis are known to be given the same batch."""
+        """True once the ranks along the pipeline axis have been checked to get the same batch."""
         self._made: ReadyStep | None = None
         self._evaluations: Evaluations | None = None
 
     @briefly
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """Take one step with a batch, which all ranks along the pipeline axis are given alike.
+        """Take one step. All ranks along the pipeline axis must be given the same batch.
 
-        Gives the mean loss of the micro-batches of this data-parallel rank, a detached tensor. Where `loss_fn` gives
-        metrics, too, `(loss, {name: tensor})`: of each metric the values of all micro-batches, [microbatches, ...].
-        With `results="last"` ranks other than that with the last stage are given None.
+        Returns the mean loss over the micro-batches of this data-parallel rank, detached. If `loss_fn` returns metrics,
+        too, returns `(loss, {name: tensor})`, with each metric of all micro-batches stacked to [microbatches, ...].
+        With `results="last"`, returns None on all ranks but the one with the last stage.
 
         Raises:
-            OptionError: the batch cannot be cut into micro-batches, or is of another size than the first; or the loss
-                is no scalar with a gradient.
-            ModelError: the model was changed since the first step.
-            CaptureError: the model and its loss cannot be traced into one graph, or that cannot be cut.
-            AgreementError: the ranks trace other steps, or are out of step.
-            GroupError: another rank failed or stayed away.
+            OptionError: the batch cannot be split into micro-batches, or differs in size from the first batch; or the
+                loss is not one element with a gradient.
+            ModelError: the model was changed after the first step.
+            CaptureError: the model and its loss cannot be traced into one graph, or it cannot be cut into stages.
+            AgreementError: the ranks trace different steps, or are out of step.
+            GroupError: another rank failed or did not call the step.
         """
         parts = self._asked_for(batch, named)
         ready = self._ready(parts[0])
@@ -146,22 +144,21 @@ class PipelinedStep(BaseStep, Savable, Reported):
 
     @briefly
     def evaluate(self, *batch: Any, **named: Any) -> Any:
-        """What a step with a batch would give, by the forward alone: no gradient is computed, and nothing updated.
+        """Return what a step would return, by the forward only: computes no gradients and updates nothing. Collective.
 
-        The model is evaluated in the mode that it is in: call `step.model.eval()` before, and `train()` after it.
-        Batches of another size, or another mode, are traced at the first evaluation, into programs of their own.
-        Collective.
+        The model stays in its mode: call `step.model.eval()` before and `step.model.train()` afterwards. Each new batch
+        size or mode is traced at its first evaluation into a separate program.
 
         Args:
-            batch: As for a call.
-            named: The same.
+            batch: Positional arguments, as for a call.
+            named: Keyword arguments, as for a call.
 
         Raises:
             StateError: the model is not divided yet.
             Others: as a call.
         """
         self._stored()
-        assert self._made is not None, "what is stored is divided"
+        assert self._made is not None, "_stored raises before the first step"
         if self._evaluations is None:
             setup = replace(self._setup, table=self.table.forwards(), flat=FlatResults())
             self._evaluations = Evaluations(setup, self._made)
@@ -170,19 +167,19 @@ class PipelinedStep(BaseStep, Savable, Reported):
 
     @briefly
     def prepare(self, *batch: Any, **named: Any) -> None:
-        """Do what the first call does before it takes a step, such as to load a checkpoint then. Collective.
+        """Trace the step and divide the model without taking a step, as before loading a checkpoint. Collective.
 
         Args:
-            batch: As for a call; its values do not matter.
-            named: The same.
+            batch: Positional arguments, as for a call; values do not matter.
+            named: Keyword arguments, likewise.
 
         Raises:
-            As a call.
+            Errors as a call.
         """
         self._ready(self._asked_for(batch, named)[0])
 
     def _checked_by(self, scaler: GradScaler, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
-        """The optimizers that have gradients here; `scaler` skips their steps, or none, as on all other ranks."""
+        """Share overflows and check that scales agree among ranks; returns the optimizers that have gradients here."""
         assert self._overflow is not None, "gradients are scaled"
         everyone, found = self._ranks.everyone.communicator, self._overflow.found(parameters, scaler)
         if everyone.size > 1:
@@ -190,15 +187,13 @@ class PipelinedStep(BaseStep, Savable, Reported):
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=everyone.group)
         _, most, longest, least, shortest = found.tolist()
         if (most, longest) != (-least, -shortest):
-            problem = (
-                f"of the loss is {most} on a rank, for {longest:g} steps, and {-least} on another, for {-shortest:g}"
-            )
-            raise AgreementError("the scale", problem, "load the same state of the GradScaler on all ranks")
+            problem = f"is {most} on one rank, for {longest:g} steps, and {-least} on another, for {-shortest:g}"
+            raise AgreementError("the loss scale", problem, "load the same GradScaler state on all ranks")
         return self._overflow.spread(scaler, self.optimizers, found)
 
     @property
     def program(self) -> Program | None:
-        """The program of this rank, once there is one: print it."""
+        """The program of this rank; None before the first step."""
         return None if self._made is None else self._made.run.program
 
     def __repr__(self) -> str:
@@ -207,7 +202,7 @@ class PipelinedStep(BaseStep, Savable, Reported):
         return f"PipelinedStep({type(self.model).__name__}, {of})"
 
     def _reporting(self, act: Callable[[], Result]) -> Result:
-        """The result of `act`; where it raises on this rank alone, that is reported to the others, who would wait."""
+        """Call `act`; if it raises, report the error to the other ranks, which would otherwise wait, and raise it."""
         try:
             return act()
         except ZcompileError as error:
@@ -215,50 +210,50 @@ class PipelinedStep(BaseStep, Savable, Reported):
             raise
 
     def _asked_for(self, batch: tuple[Any, ...], named: dict[str, Any]) -> list[CallSpec]:
-        """The micro-batches of a step that can be taken."""
+        """Check that a step may be taken, and split its batch into micro-batches."""
 
         def check() -> list[CallSpec]:
             self._check_before(self.model.named_parameters())
             return self._microbatches(batch, named, self._setup.flat)
 
-        if self._made is None:  # all ranks come here for the first step
+        if self._made is None:  # the first step is collective from here on
             return self._ranks.everyone.attempt("the first batch", check)[0]
         return self._reporting(check)
 
     def _microbatches(self, batch: tuple[Any, ...], named: dict[str, Any], flat: FlatResults) -> list[CallSpec]:
-        """The calls of the micro-batches of a batch, whose results `flat` makes tensors of."""
+        """Split a batch into the calls of its micro-batches, whose results `flat` flattens."""
         call, signature = self._trained.call(flat)
         names = tuple(signature.parameters)[1:]
-        # Of this step they hold nothing: torch remembers what it has traced, which must not keep the step alive.
+        # They must not refer to `self`: torch keeps what it has traced, which would keep the step alive.
         return [CallSpec(call, *part, names) for part in microbatches_of(batch, named, self.table.microbatches)]
 
     def _ready(self, first: CallSpec) -> ReadyStep:
-        """What takes the step, made of a micro-batch if there is nothing yet."""
+        """The prepared step; prepares it from a micro-batch if there is none yet."""
         if self._made is None:
             self._made = in_large_frame(prepare, self._setup, first, self)
             self._made.reports.dump_if_asked()
         return self._made
 
     def _shown(self) -> Reports:
-        return self._taken("has no program yet: it is traced at the first step").reports
+        return self._taken("has no program yet: the first step traces it").reports
 
     @property
     def traffic(self) -> TrafficMeter:
-        """What this rank has sent so far, by the axes of the mesh, and how long it waited for others."""
+        """Bytes that this rank has sent so far, by mesh axis, and seconds that it waited for other ranks."""
         return self._ranks.data.traffic
 
     def _stored(self) -> ModelState:
-        return self._taken("is not divided yet: that happens at the first step, which traces the model").state
+        return self._taken("is not divided yet: the first step traces and divides it").state
 
     def _taken(self, problem: str) -> ReadyStep:
-        """What takes the step; raises StateError with `problem` before there is one."""
+        """The prepared step. Raises StateError with `problem` if there is none."""
         if self._made is None:
-            raise StateError("model", problem, "call step.prepare(*batch) before, with any batch")
+            raise StateError("model", problem, "call step.prepare(*batch) first, with any batch")
         return self._made
 
 
 def deliver(gradients: Sequence[Gradients | InsideAverages]) -> list[nn.Parameter]:
-    """Put averaged gradients into `.grad`; gives the parameters that have one now."""
+    """Assign averaged gradients to `.grad`; returns the parameters that have a gradient now."""
     home = [one if isinstance(one, Gradients) else one.gradients() for one in gradients]
     for memory in {one.shards.memory for one in home}:
         memory.landed()
@@ -267,14 +262,14 @@ def deliver(gradients: Sequence[Gradients | InsideAverages]) -> list[nn.Paramete
 
 @torch.no_grad()
 def clip_together(parameters: Sequence[nn.Parameter], links: StageLinks, max_norm: float) -> torch.Tensor:
-    """Scale the gradients of all stages so that they have at most the norm `max_norm` together. Collective.
+    """Clip the gradients of all stages to a total 2-norm of at most `max_norm`. Collective.
 
-    Gives their 2-norm before, a tensor without dimensions on the device, the same on all ranks.
+    Returns the norm before clipping, a float32 0-d tensor on the device, the same on all ranks.
     """
-    # Beside tensor parallelism some are plain tensors, and torch takes these and DTensors apart.
+    # With tensor parallelism some are plain tensors, and torch cannot take their norm together with DTensors.
     kinds = [[one for one in parameters if isinstance(one.grad, DTensor) is kind] for kind in (True, False)]
     total = torch.zeros((), device=links.device)
-    for some in filter(None, kinds):  # the norm of none is a number on the host
+    for some in filter(None, kinds):  # for an empty list get_total_norm returns a CPU tensor
         norm = nn.utils.get_total_norm([one.grad for one in some if one.grad is not None])
         own = norm.full_tensor() if isinstance(norm, DTensor) else norm
         total += own.to(links.device, torch.float32).square()
