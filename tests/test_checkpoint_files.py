@@ -385,7 +385,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(ranks: Ranks, tmp_path
     forge(tmp_path / "c", lambda content: content["files"].update({name: {"bytes": 4, "sha256": "?"}}))
     one, two = ranks.run(2, load_damaged, [str(tmp_path / "c")])
     assert one == two
-    assert f"names {name!r}, which does not lie in the folder" in one[0]
+    assert f"names {name!r}, which is not in the folder" in one[0]
     ranks.run(2, save_one, str(tmp_path / "c"))
     assert (tmp_path / "secret").read_text() == "kept", "nor does a save remove it"
     assert kinds(tmp_path / "c") == WHOLE

@@ -198,9 +198,9 @@ def error_of(act: Callable[[], object]) -> str:
 def test_wrong_states_are_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks.run(2, wrong, str(tmp_path / "none")):
         assert found["early"].startswith("StateError: model: is not divided yet")
-        assert "call step.prepare(*batch) before" in found["early"]
+        assert "call step.prepare(*batch) first" in found["early"]
         assert "does not exist" in found["missing"]
         assert found["shape"].startswith("StateError: last.weight: has shape [1, 7] in the state dict, and [2, 7]")
-        assert found["other"].startswith("StateError: x: is in the state dict, but is no parameter or buffer")
+        assert found["other"].startswith("StateError: x: is in the state dict, but is not a parameter or buffer")
         assert found["loaded"] == found["loaded on all"] == "[]"
         assert found["steps"] == ""

@@ -362,7 +362,7 @@ def test_wrong_state_dicts_are_refused_on_every_rank(ranks: Ranks, stage: int) -
     assert one == two
     assert one["missing"].startswith("layers.1.weight: is missing from the state dict.\n  Fix: ")
     assert "did you mean 'module.scale'" in one["renamed"]
-    assert one["unexpected"].startswith("layers.1.wieght: is in the state dict, but is no parameter or buffer of")
+    assert one["unexpected"].startswith("layers.1.wieght: is in the state dict, but is not a parameter or buffer of")
     assert "did you mean 'layers.1.weight'" in one["unexpected"]
     assert one["misshapen"].startswith("layers.1.weight: has shape [13, 5] in the state dict, and [5, 13] in the model")
     assert "value.to(torch.float32)" in one["dtype"]
@@ -420,11 +420,11 @@ def test_wrong_checkpoints_are_refused_on_every_rank(ranks: Ranks, tmp_path: Pat
     said = {
         "absent": "does not exist",
         "torchs": "was not written by compiled.save_checkpoint",
-        "other": "is no checkpoint, or a partial one",
-        "over": "holds other things than a checkpoint",
+        "other": "is not a complete checkpoint",
+        "over": "has files, but no checkpoint",
         "conv": "stages.0.0.weight: is missing from ",
-        "no optimizer": "holds no optimizer state",
-        "sgd": "optimizer: is SGD, the checkpoint holds the state of AdamW",
+        "no optimizer": "has no optimizer state",
+        "sgd": "optimizer: is SGD, the checkpoint has the state of AdamW",
         "one group": "optimizer: has 1 parameter groups, the checkpoint's has 2",
         "groups": "scale: is not in the checkpoint's group 0",
         "extra": "extra: cannot be pickled",

@@ -207,7 +207,7 @@ def unlike(rank: int) -> str:
 def test_ranks_whose_optimizers_differ_are_told(ranks: Ranks) -> None:
     first, second = ranks.run(2, unlike)
     assert first == second
-    assert "has other state in the optimizer of rank 1 than in rank 0's" in first
+    assert "has different optimizer state on rank 1 and on rank 0" in first
 
 
 @pytest.mark.slow

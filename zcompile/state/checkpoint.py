@@ -1,15 +1,15 @@
-"""Checkpoints on disk: complete or absent, and every file with its digest.
+"""Atomic checkpoints on disk, with a digest of every file.
 
-    NAME/                        a folder, in which others may keep files too
+    NAME/                        the folder; it may also hold other files
         zcompile.json            the manifest: size and digest of every file
         .metadata                where torch.distributed.checkpoint finds each tensor
-        __RANK_TOKEN_0.distcp    the tensors of a rank; each save has a token of its own
-        .zcompile-TOKEN/         of a save under way: the next zcompile.json and .metadata
-    .NAME.zcompile-TOKEN/        such a folder, while NAME is not there
+        __RANK_TOKEN_0.distcp    the tensors of a rank; the token is unique to a save
+        .zcompile-TOKEN/         during a save: the next zcompile.json and .metadata
+    .NAME.zcompile-TOKEN/        the same folder during a save, if NAME does not exist yet
 
-A save writes its tensors beside those of the previous one. It ends with three renames: a manifest that knows both, then
-`.metadata`, which decides which of them is the checkpoint, then a manifest of the new one alone. So one complete
-checkpoint is there wherever a save is killed, for torch's own readers too, and no file is touched that no save wrote.
+A save adds its tensor files to those of the previous checkpoint. It ends with three renames: a manifest of both
+checkpoints, then `.metadata`, which decides between them, then a manifest of the new one only. So there is a complete
+checkpoint whenever a save is killed, also for torch's own readers. Files that no save wrote are never touched.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zcompile.torch_internals.pytree import tree_map_only
 MANIFEST = "zcompile.json"
 METADATA = ".metadata"
 BOTH = "both.json"
-"""The manifest that knows the new checkpoint and the previous one."""
+"""The manifest of both the new and the previous checkpoint, before it is renamed."""
 FORMAT = 1
 
 Manifest = dict[str, Any]
@@ -47,12 +47,12 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """Where one save writes; the first rank makes it, by `CheckpointFolder.begin`.
+    """The target of one save; the first rank makes it, by `CheckpointFolder.begin`.
 
     Attributes:
-        folder: The checkpoint's, links resolved.
-        token: What tells the files of this save from all others.
-        fresh: Whether `folder` is to appear with the checkpoint, because it is not there yet.
+        folder: Folder of the checkpoint, with symbolic links resolved.
+        token: Part of the names of this save's files, different for every save.
+        fresh: True if `folder` does not exist, so that it appears with the complete checkpoint.
     """
 
     folder: Path
@@ -61,15 +61,15 @@ class CheckpointFolder:
 
     @classmethod
     def begin(cls, folder: Path) -> CheckpointFolder:
-        """Make room for a save: what failed saves left goes, the last complete checkpoint stays.
+        """Prepare a save: remove files of failed saves, and keep the last complete checkpoint.
 
         Raises:
-            StateError: `folder` holds other things and no checkpoint, or the disk is full.
+            StateError: `folder` has files but no checkpoint, or the disk is full.
         """
         clear(folder)
         if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
-            problem = "holds other things than a checkpoint of zcompile"
-            raise StateError(str(folder), problem, "give a folder that is empty, does not exist or holds a checkpoint")
+            problem = "has files, but no checkpoint of zcompile"
+            raise StateError(str(folder), problem, "give a folder that is empty, does not exist or has a checkpoint")
         place = cls(folder, token(), not folder.exists())
         with room(folder):
             place.work.mkdir(parents=True)
@@ -77,16 +77,16 @@ class CheckpointFolder:
 
     @property
     def at(self) -> Path:
-        """Where the files of the checkpoint are written."""
+        """The folder that tensor files are written to."""
         return self.folder.with_name(f".{self.folder.name}.zcompile-{self.token}") if self.fresh else self.folder
 
     @property
     def work(self) -> Path:
-        """Where those are written that take the place of others."""
+        """The folder for files that later replace others by a rename."""
         return self.at / f".zcompile-{self.token}"
 
     def commit(self, manifest: Manifest) -> None:
-        """Let the new checkpoint take the place of the previous one, once all its files are there."""
+        """Replace the previous checkpoint by the new one; all tensor files must have been written."""
         previous = _known(self.folder)[:1]
         _write(self.work / BOTH, _signed({**manifest, "previous": previous[0]} if previous else manifest))
         _write(self.work / MANIFEST, _signed(manifest))
@@ -97,21 +97,21 @@ class CheckpointFolder:
         if self.fresh:
             os.rename(self.at, self.folder)
             sync(self.folder.parent)
-        with suppress(OSError):  # it is complete; what cannot be removed now goes with the next save
+        with suppress(OSError):  # the checkpoint is complete; the next save removes what remains
             for old in previous:
                 _remove_files(self.folder, old["files"].keys() - manifest["files"].keys())
             clear(self.folder)
 
 
 def clear(folder: Path) -> None:
-    """Remove what saves to `folder` left that failed or were killed, and nothing that no save wrote."""
+    """Remove the files of saves to `folder` that failed or were killed, and no other files."""
     for left in siblings(folder, rf"\.{re.escape(folder.name)}\.zcompile-{TOKEN}"):
         _clear_inside(left, set())
         _remove_files(left, (MANIFEST, METADATA))
         _remove(left)
     if folder.is_dir():
         known = _known(folder)
-        # Without either any file may be a checkpoint's, of which the manifest is damaged or lost.
+        # If the manifest is damaged or lost, any file may belong to the checkpoint, and nothing is removed.
         if known or not any((folder / name).exists() for name in (MANIFEST, METADATA)):
             _clear_inside(folder, {name for manifest in known for name in manifest["files"]})
 
@@ -131,32 +131,32 @@ def _remove_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder of ours, unless somebody has put a file there."""
+    """Remove a folder of zcompile if it is empty."""
     with suppress(OSError):
         folder.rmdir()
 
 
 @dataclass(frozen=True)
 class _Written(WriteResult):
-    """One tensor in a file, with the digest of the whole file as its rank wrote it."""
+    """The result of writing one tensor, with the digest of the whole file."""
 
     digest: str
 
 
 class Writer(FileSystemWriter):
-    """Writes to the place; when all ranks have written, the first one completes the checkpoint."""
+    """Writes files to `place`; when all ranks have written, the first rank commits the checkpoint."""
 
     def __init__(self, place: CheckpointFolder, about: Mapping[str, Any]) -> None:
         super().__init__(place.at)
         self.place, self.about = place, about
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy the state to CPU memory, for a save that goes on while training changes it."""
+        """Copy the state to CPU memory, for a save that continues while training changes the state."""
         staged: dict[str, Any] = tree_map_only(torch.Tensor, _staged, state_dict)
         return staged
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # torch's own warns that there is a checkpoint, which it would write into
+        return plan  # FileSystemWriter's warns about overwriting a checkpoint, which does not happen here
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans = super().prepare_global_plan(plans)
@@ -165,7 +165,7 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         with room(self.place.folder):
-            self.place.at.mkdir(parents=True, exist_ok=True)  # where ranks share no file system, finish() says so
+            self.place.at.mkdir(parents=True, exist_ok=True)  # if ranks share no file system, finish() raises
             written = super().write_data(plan, planner).wait()
         digests = {name: _digest(self.place.at / name) for name in {w.storage_data.relative_path for w in written}}
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
@@ -184,7 +184,7 @@ class Writer(FileSystemWriter):
                     str(place.at / name), "was written by its rank, but the first rank does not see it", fix
                 )
         with room(place.folder):
-            self.path = place.work  # `.metadata` comes to its place when the checkpoint is complete
+            self.path = place.work  # the base class writes `.metadata` here; commit() renames it
             super().finish(metadata, results)
             paths = {METADATA: place.work / METADATA, **{name: place.at / name for name in digests}}
             digests[METADATA] = _digest(paths[METADATA])
@@ -193,10 +193,10 @@ class Writer(FileSystemWriter):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What `zcompile.json` says of a checkpoint: world, stage, and the size and digest of every file.
+    """Read `zcompile.json`: world and stage of a checkpoint, and the size and digest of every file.
 
     Raises:
-        StateError: there is no complete checkpoint, or the file is damaged or names files that are elsewhere.
+        StateError: there is no complete checkpoint, or the file is damaged or names files outside of the folder.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -206,19 +206,19 @@ def read_manifest(folder: Path) -> Manifest:
         raise StateError(str(path), "is damaged", "load another checkpoint")
     manifest = manifests[0]
     if manifest.get("format") != FORMAT:
-        problem = f"is of format {manifest.get('format')}, this zcompile reads {FORMAT}"
+        problem = f"has format {manifest.get('format')}, and this zcompile reads {FORMAT}"
         raise StateError(str(path), problem, "load it with the zcompile that wrote it")
     for name in manifest["files"]:
         if not _is_plain(name):
-            problem = f"names {name!r}, which does not lie in the folder of the checkpoint"
-            raise StateError(str(path), problem, "load a checkpoint as compiled.save_checkpoint wrote it")
+            problem = f"names {name!r}, which is not in the folder of the checkpoint"
+            raise StateError(str(path), problem, "load an unmodified checkpoint of compiled.save_checkpoint")
     return manifest
 
 
 def _known(folder: Path) -> list[Manifest]:
-    """The manifest of the checkpoint in `folder`; of both, if there are two and it is not known which; none if damaged.
+    """The manifest of the checkpoint in `folder`; none if it is damaged.
 
-    There are two while one takes the other's place.
+    While one checkpoint replaces another, the manifests of both, unless `.metadata` decides between them.
     """
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
@@ -234,35 +234,35 @@ def _known(folder: Path) -> list[Manifest]:
 
 
 def _is_manifest(content: Manifest) -> bool:
-    """Whether it says size and digest of every file, `.metadata` among them."""
+    """True if it has the size and the digest of every file, including `.metadata`."""
     files = content["files"]
     about = [(one["bytes"], one["sha256"]) for one in files.values()]
     return METADATA in files and all(isinstance(size, int) and isinstance(digest, str) for size, digest in about)
 
 
 def _is_plain(name: str) -> bool:
-    """True for the name of a file right in the folder."""
+    """True for a file name without directories."""
     return name == os.path.basename(name) and name not in ("", os.curdir, os.pardir)
 
 
 def check_files(folder: Path, manifest: Mapping[str, Any], rank: int, size: int) -> None:
-    """Compare this rank's share of the files with their digests; raise StateError for one that differs."""
+    """Check the sizes and digests of this rank's share of the files. Raises StateError for a difference."""
     for name in sorted(manifest["files"])[rank::size]:
         path, wanted = folder / name, manifest["files"][name]
         if not path.is_file():
-            raise StateError(str(path), "is missing", "bring the file back, or load another checkpoint")
+            raise StateError(str(path), "is missing", "restore the file, or load another checkpoint")
         if (length := path.stat().st_size) != wanted["bytes"]:
-            problem = f"has {length} bytes, {wanted['bytes']} were written"
+            problem = f"has {length} bytes, but {wanted['bytes']} were written"
             raise StateError(str(path), problem, "copy the checkpoint again, or load another one")
         if _digest(path) != wanted["sha256"]:
-            problem = "is damaged: its digest is not that of the file that was written"
+            problem = "is damaged: its digest differs from that of the file that was written"
             raise StateError(str(path), problem, "copy the checkpoint again, or load another one")
 
 
 @contextmanager
 def typed(subject: str) -> Iterator[None]:
-    """A StateError in place of what torch.distributed.checkpoint raises on all ranks when one fails."""
-    fix = "fix that and try again; what was there before is as it was"
+    """Convert errors of torch.distributed.checkpoint, which it raises on all ranks if one fails, to StateError."""
+    fix = "fix that and try again; the previous state is unchanged"
     try:
         yield
     except CheckpointException as error:
@@ -283,13 +283,13 @@ def _staged(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _absence(folder: Path) -> tuple[str, str]:
-    """What there is in place of a checkpoint, and the fix."""
+    """Why there is no checkpoint in `folder`, and the fix."""
     if not folder.exists():
-        return "does not exist", "give the folder of an earlier compiled.save_checkpoint"
+        return "does not exist", "give a folder written by compiled.save_checkpoint"
     if (folder / METADATA).exists():
         fix = "load it with torch.distributed.checkpoint.load, into compiled.state_dict()"
-        return "was not written by compiled.save_checkpoint, but by torch.distributed.checkpoint alone", fix
-    return f"is no checkpoint, or a partial one: it has no {MANIFEST}", "give the folder of a save that came to its end"
+        return "was not written by compiled.save_checkpoint, but by torch.distributed.checkpoint", fix
+    return f"is not a complete checkpoint: it has no {MANIFEST}", "give the folder of a save that finished"
 
 
 def _digest(path: Path) -> str:
@@ -298,7 +298,7 @@ def _digest(path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file whose bytes are on the disk when this ends."""
+    """Write a file, and wait until it is on the disk."""
     path.write_text(text)
     sync(path)
 
@@ -315,24 +315,25 @@ def _content_digest(content: Mapping[str, Any]) -> str:
 
 
 TOKEN = "[0-9a-f]{16}"
-"""What `token` gives, as a regular expression."""
+"""A regular expression for the results of `token`."""
 
 
 def token() -> str:
-    """A part of a file name that nobody else has chosen."""
+    """A random part of a file name, which no other process chooses."""
     return secrets.token_hex(8)
 
 
 def real(path: str | os.PathLike[str]) -> Path:
-    """Where a path leads, also if nothing is there: what is written takes the place of a link's target, not its own."""
+    """Resolve symbolic links, even if the target does not exist, so that writing replaces the target, not the link."""
     return Path(os.path.realpath(path))
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """The name to write a file under that is to take the place of `path`: it does once the body has ended.
+    """Replace `path` atomically by the file that the body writes under the name given to it.
 
-    Also after a loss of power `path` is whole. If the body fails, nothing is left; what killed processes left goes.
+    The rename happens when the body ends, and `path` is complete even after a power failure. If the body fails, the new
+    file is removed. Files left by killed processes are removed, too.
 
     Raises:
         StateError: the disk is full.
@@ -352,7 +353,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def siblings(path: Path, pattern: str) -> list[Path]:
-    """What lies beside `path` under names like `pattern`; nothing where the folder cannot be listed."""
+    """Paths in the folder of `path` with names that match `pattern`; none if the folder cannot be listed."""
     with suppress(FileNotFoundError, PermissionError):
         return [match for match in path.parent.iterdir() if re.fullmatch(pattern, match.name)]
     return []
@@ -360,7 +361,7 @@ def siblings(path: Path, pattern: str) -> list[Path]:
 
 @contextmanager
 def room(folder: Path) -> Iterator[None]:
-    """A StateError in place of what the writers of torch and safetensors raise when the disk is full."""
+    """Convert errors of torch and safetensors on a full disk to StateError."""
     try:
         yield
     except Exception as error:
@@ -371,18 +372,18 @@ def room(folder: Path) -> Iterator[None]:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """True if the system has said so somewhere below: torch's zip writer raises a RuntimeError of its own after it."""
+    """True if an error in the chain is ENOSPC or EDQUOT: torch's zip writer raises a RuntimeError on top of it."""
     while error is not None:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             return True
-        if re.search(rf"os error ({errno.ENOSPC}|{errno.EDQUOT})\b", str(error)):  # as Rust says it: safetensors
+        if re.search(rf"os error ({errno.ENOSPC}|{errno.EDQUOT})\b", str(error)):  # the wording of Rust, by safetensors
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 def sync(path: Path) -> None:
-    """Have the system write a file or a folder's entries to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

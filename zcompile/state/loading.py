@@ -1,9 +1,9 @@
-"""What loading a state dict would write, found by torch's own code and the model's hooks before anything is written.
+"""Find what loading a state dict would write, by torch's own code and the model's hooks, before anything is written.
 
     state -- hooks and _load_from_state_dict of every module --> values --> compared with the model --> written
 
-Meanwhile what stands in the module tree shows the values that are there, and notes what is copied into it. So hooks may
-rename, convert and add what they like, each runs once, and an error leaves the model as it was.
+During the search, tensors in the module tree are replaced by views that record copies into them. So hooks may rename,
+convert and add values, each hook runs once, and an error leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zcompile.torch_internals.modules import (
 
 
 class _Noting:
-    """A tensor that notes what is copied into it, in place of copying it."""
+    """A tensor that records the source of `copy_` into it instead of copying."""
 
     zcompile_noted: Any = None
 
@@ -42,7 +42,7 @@ class _Noting:
         if func == torch.Tensor.copy_ and isinstance(args[0], _Noting):
             args[0].zcompile_noted = args[1]
             return args[0]
-        if func == _IS_META:  # torch warns of copies into what is on other ranks
+        if func == _IS_META:  # torch warns about copies into meta tensors, which here are on other ranks
             return False
         if issubclass(cls, DTensor):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
@@ -59,7 +59,7 @@ def _noting(kind: type[torch.Tensor]) -> type[Any]:
 
 
 def _noting_like(held: torch.Tensor) -> Any:
-    """A tensor over the memory of `held` that notes what is copied into it."""
+    """A recording view of `held`."""
     made = held.detach()
     made.__class__ = _noting(type(held))
     return made
@@ -67,13 +67,13 @@ def _noting_like(held: torch.Tensor) -> Any:
 
 @dataclass
 class Loading:
-    """What loading would write into `model`."""
+    """The values that loading would write into `model`."""
 
     model: nn.Module
     extra: dict[int, Any] = field(default_factory=dict)
-    """Values for modules with extra state, by their number among these."""
+    """Extra state by the index of the module among those that have extra state."""
     keys: LoadedKeys = field(default_factory=lambda: LoadedKeys([], []))
-    """What torch gives back: an object with two lists, which hooks behind loading may change."""
+    """The missing and unexpected keys that torch returns; load post-hooks may change the lists."""
 
     def __post_init__(self) -> None:
         self.places = _places(self.model.named_modules())
@@ -81,18 +81,18 @@ class Loading:
         self._behind = [(module, dict(load_post_hooks_of(module))) for module in _in_loading_order(self.model)]
 
     def targets(self) -> dict[str, torch.Tensor | None]:
-        """What there is by every name that the model's state has; None for extra state."""
+        """The current value for every name in the model's state dict; None for extra state."""
         named = dict(self.model.named_modules(remove_duplicate=False))
         extra = {f"{path}._extra_state".lstrip("."): None for path, module in named.items() if _has_extra_state(module)}
         return {place.name: place.held for place in _places(named.items())} | extra
 
     @property
     def has_post_hooks(self) -> bool:
-        """True if hooks run when all is written, which may call names that are missing right."""
+        """True if the model has load post-hooks, which may remove missing keys from the list."""
         return any(hooks for _, hooks in self._behind)
 
     def look(self, state: Mapping[str, Any]) -> None:
-        """Find what `state` would write, by what the model's class does to load it; errors of torch pass."""
+        """Find what `state` would write, by `load_state_dict` of the model's class. torch's errors propagate."""
         with self._noting():
             keys = type(self.model).load_state_dict(self.model, state, strict=False)
         self.keys = self.keys if keys is None else keys
@@ -120,18 +120,18 @@ class Loading:
                 load_post_hooks_of(module).update(hooks)
 
     def _take(self, place: TensorPlace, noting: Any) -> None:
-        """Take what was noted; a buffer made anew, as of another size, takes the place of the old one."""
+        """Store the recorded value; a buffer that loading replaces, for instance by another size, replaces the old."""
         now: Any = place.table.get(place.key)
         if now is noting:
             place.value = None if now.zcompile_noted is now else now.zcompile_noted
         elif isinstance(now, torch.Tensor) and not isinstance(place.held, nn.Parameter):
             place.held = place.value = now
         else:
-            problem = "is replaced or taken away by the code that loads its module"
-            raise StateError(place.name, problem, "change its value in the state dict that the code is given")
+            problem = "is replaced or removed by the code that loads its module"
+            raise StateError(place.name, problem, "let that code change the value in the state dict instead")
 
     def end(self) -> None:
-        """Give modules their extra state, and run the hooks behind loading in torch's order, once all is written."""
+        """After all values are written: set extra state, and run load post-hooks in torch's order."""
         for number, value in self.extra.items():
             self._extended[number].set_extra_state(value)
         for module, hooks in self._behind:
@@ -141,7 +141,7 @@ class Loading:
 
 @contextlib.contextmanager
 def _copies() -> Iterator[None]:
-    """Inside, torch's `load_state_dict` copies into parameters, whatever it is set to do."""
+    """Let torch's `load_state_dict` copy into parameters, whatever `set_swap_module_params_on_conversion` says."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(False)
     try:
@@ -151,7 +151,7 @@ def _copies() -> Iterator[None]:
 
 
 def _places(named: Iterable[tuple[str, nn.Module]]) -> list[TensorPlace]:
-    """Where a state dict has values."""
+    """The places of all parameters and persistent buffers."""
     return [place for place in tensor_places(named) if place.saved]
 
 
@@ -160,7 +160,7 @@ def _has_extra_state(module: nn.Module) -> bool:
 
 
 def _in_loading_order(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules as torch comes to the end of loading them; one with two places comes twice."""
+    """Modules in the order in which torch finishes loading them; a module with two parents comes twice."""
     for child in submodules_of(module).values():
         if child is not None:
             yield from _in_loading_order(child)

@@ -1,4 +1,4 @@
-"""The state of a compiled model: whole or in shards, in memory or on disk, for any other stage and world."""
+"""The state of a compiled model: whole or sharded, in memory or on disk, loadable in any other stage and world."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ from zcompile.torch_internals.modules import LoadedKeys
 
 Result = TypeVar("Result")
 Values = dict[str, Any]
-"""Tensors by name; under `..._extra_state`, what a module's `get_extra_state` gave."""
+"""Tensors by name; under `..._extra_state`, the results of `get_extra_state`."""
 
 
 class Save:
-    """A checkpoint on its way to the disk."""
+    """A checkpoint that is being saved."""
 
     def __init__(self, folder: Path, future: Future[None]) -> None:
         self.folder = folder
@@ -71,14 +71,14 @@ class Save:
         self._asked = False
 
     def done(self) -> bool:
-        """True once it is complete or has failed."""
+        """True once the save is complete or has failed."""
         return self._future.done()
 
     def result(self) -> Path:
-        """Wait until the checkpoint is complete on all ranks, and give its folder.
+        """Wait until the checkpoint is complete on all ranks, and return its folder.
 
         Raises:
-            StateError: it could not be written; the previous one is as it was.
+            StateError: it could not be written; the previous checkpoint is unchanged.
         """
         self._asked = True
         with typed(str(self.folder)):
@@ -88,7 +88,7 @@ class Save:
     wait = result
 
     def settle(self) -> None:
-        """Wait for its end; raise its error if nobody has asked for it."""
+        """Wait for its end; raise its error unless `result` was called before."""
         if self._asked:
             self._future.exception()
         else:
@@ -98,14 +98,14 @@ class Save:
 class ModelState:
     """Reads and writes the state of a model whose parameters are shards. Every method is collective.
 
-    What of the model is on meta on a rank is on other ranks, as the units of other pipeline stages are.
+    Tensors that are on meta on this rank are kept by other ranks, such as the units of other pipeline stages.
 
     Args:
-        model: The module tree that holds the shards.
-        communicator: The mesh that they are shards on.
-        agreement: Where the ranks tell each other what is wrong, so that an error is on all of them.
-        stage: The stage, for people who look into a checkpoint.
-        ignored: Parameters that are no shards, and each rank's own.
+        model: The module tree with the shards.
+        communicator: The mesh of all ranks that have a part of the model.
+        agreement: Shares errors among these ranks, so that all of them raise.
+        stage: The ZeRO stage, written to checkpoints for information.
+        ignored: Names of parameters that are not sharded and may differ between ranks.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ModelState:
         self._pending: Save | None = None
 
     def of(self, module: nn.Module) -> ModelState:
-        """The state of a module of the model."""
+        """The state of a submodule of the model."""
         return ModelState(module, self.communicator, self.agreement, self.stage)
 
     # -- whole ----------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class ModelState:
     def full(self, rank0_only: bool) -> Values:
         """`compiled.full_state_dict`."""
         state = self.model.state_dict()
-        # A rank that asks alone would wait within a collective, which knows no names.
+        # Agree first: a rank that calls this alone gets an error that names the method, instead of a hang.
         absent = [set(names) for names in self._share("full_state_dict", lambda: _elsewhere(state))]
         whole: Values = {}
         keeps = self.communicator.rank == 0 or not rank0_only
@@ -142,7 +142,7 @@ class ModelState:
                 with self.communicator.waits.explained(f"the gather of {name}"):
                     value = whole_of(value, self.communicator.device)
             is_sent = any(name in names for names in absent)
-            # Buffers may differ between ranks.
+            # Plain tensors, such as buffers, may differ between ranks: send the first rank's.
             if is_sent or (isinstance(value, torch.Tensor) and not divided and not rank0_only):
                 value = self._sent(value, home)
             if keeps:
@@ -150,7 +150,7 @@ class ModelState:
         return whole
 
     def _sent(self, value: torch.Tensor, home: int) -> torch.Tensor:
-        """All of a tensor, which rank `home` has, on every rank; `value` is this rank's, or on meta."""
+        """Broadcast a tensor from rank `home`; `value` is this rank's, which may be on meta."""
         device = self.communicator.device if is_elsewhere(value) else None
         copied = torch.empty_like(value, device=device) if is_elsewhere(value) else value.clone()
         self.communicator.broadcast(copied, home)
@@ -179,7 +179,7 @@ class ModelState:
                 raise StateError("the full state dict", problem, "give it on the first rank, or on every rank")
             if state or (state is not None and self.communicator.rank == 0):
                 self._look(found, state)
-            return bool(state)  # an empty one is what full_state_dict gives to all ranks but the first
+            return bool(state)  # full_state_dict returns an empty dict on all ranks but the first
 
         if not all(self._share(what, look)):
             self._send(found)
@@ -187,7 +187,7 @@ class ModelState:
 
     @torch.no_grad()
     def _send(self, found: Loading) -> None:
-        """Let every rank have its part of what the first one has found."""
+        """Send the values that the first rank has found; each rank keeps its part."""
         shapes = [None if place.value is None else place.held.shape for place in found.places]
         box: list[Any] = [(shapes, found.extra, found.keys.missing_keys, found.keys.unexpected_keys)]
         with self.communicator.waits.explained("what is in the state dict"):
@@ -197,7 +197,7 @@ class ModelState:
         for place, shape in zip(found.places, shapes, strict=True):
             if shape is None:
                 continue
-            if shape != place.held.shape:  # a buffer that loading has made anew on the first rank
+            if shape != place.held.shape:  # a buffer that loading has replaced on the first rank
                 place.held = place.table[place.key] = place.held.new_empty(shape)
             held = place.held
             whole = torch.empty(held.shape, dtype=held.dtype, device=self.communicator.device)
@@ -206,7 +206,7 @@ class ModelState:
             self.communicator.broadcast(whole)
             if not is_elsewhere(held):
                 part = self._part(held, whole)
-                # A copy, or the view would keep the whole of each parameter until the last has come.
+                # Hazard: a view would keep every whole parameter alive until the last one has been received.
                 place.value = part.clone() if isinstance(held, DTensor) else part
 
     def full_optimizer(self, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
@@ -241,12 +241,12 @@ class ModelState:
     def _look(
         self, found: Loading, state: Mapping[str, Any], strict: bool = True, source: str = "the state dict"
     ) -> None:
-        """Find what `state` would write; raise StateError if it does not fit."""
+        """Find what `state` would write. Raises StateError if it does not fit."""
         try:
             found.look(state)
         except RuntimeError as error:
             _check(found.targets(), state, strict, source)
-            fix = "see what hooks of loading make of it"
+            fix = "check the model's load hooks"
             raise StateError(source, f"does not load: {error}", fix) from error
         elsewhere = {place.name for place in found.places if is_elsewhere(place.held)}
         missing = found.keys.missing_keys
@@ -258,7 +258,7 @@ class ModelState:
                 _check_value(place.name, place.held, place.value, source)
 
     def _write(self, found: Loading, what: str, strict: bool = True) -> None:
-        """Write what fits, on all ranks; raise StateError for names that hooks after loading do not accept."""
+        """Write the values that were found. Raises StateError if post-hooks leave missing or unexpected keys."""
         with torch.no_grad():
             for place in found.places:
                 if place.value is not None and not is_elsewhere(place.held):
@@ -268,9 +268,9 @@ class ModelState:
             self._together(what, lambda: _check_names(found))
 
     def _part(self, target: Any, value: Any) -> Any:
-        """What of `value`, whole or in shards, goes into `target` on this rank; a view of it where it can be one.
+        """The part of `value`, whole or sharded, that this rank writes into `target`; a view of `value` if possible.
 
-        Collective for a DTensor that lies otherwise, as hooks may leave what they transpose or pad.
+        Collective for a DTensor with other placements, which a load hook that transposes or pads may make.
         """
         if not isinstance(target, DTensor) or (isinstance(value, DTensor) and _same_placement(target, value)):
             return value
@@ -287,7 +287,7 @@ class ModelState:
         values: Values = {}
 
         def keep() -> list[Any]:
-            values.update(self.model.state_dict())  # once: hooks may be part of it
+            values.update(self.model.state_dict())  # called only once, since it may run hooks
             held = [name for name, parameter in self.model.named_parameters() if not is_elsewhere(parameter)]
             return [self._own_digests(values), held]
 
@@ -319,7 +319,7 @@ class ModelState:
         return save
 
     def _place(self, what: str, folder: Path) -> CheckpointFolder:
-        """Where this save writes: the first rank makes room for it."""
+        """The target of this save, made by the first rank."""
 
         def begin() -> list[Any]:
             if self.communicator.rank:
@@ -330,7 +330,7 @@ class ModelState:
         return CheckpointFolder(folder, *self._share(what, begin)[0])
 
     def _end(self, done: Future[None], place: CheckpointFolder, failure: BaseException | None) -> None:
-        """Let a save be done, once what a failed one has written is gone."""
+        """Finish a save; remove its files first if it has failed."""
         if failure is None:
             done.set_result(None)
             return
@@ -339,17 +339,17 @@ class ModelState:
             if self.communicator.rank == 0:
                 clear(place.folder)
         except OSError:
-            pass  # it goes with the next save
+            pass  # the next save removes them
         finally:
             done.set_exception(failure)
 
     def _content(
         self, values: Values, others: set[str], differing: set[str], optimizer: Optimizer | None, extra: Any, like: int
     ) -> dict[str, Any]:
-        """What this rank gives to torch.distributed.checkpoint: tensors, and of everything else one blob a rank.
+        """The state that this rank passes to torch.distributed.checkpoint: tensors, and one blob of everything else.
 
-        Buffers come from the first rank that has them, so `others` do; where this rank's are `differing` from those,
-        they go into its blob. `like`: the first rank with the same parameters.
+        Another rank saves the buffers in `others`. This rank's values of the buffers in `differing` differ from the
+        saved ones, and go into its blob. `like`: the first rank with the same parameters.
         """
         rank = self.communicator.rank
         model: Values = {}
@@ -373,15 +373,14 @@ class ModelState:
         return content
 
     def _refuse_ignored(self, optimizer: Optimizer) -> None:
-        """Raise StateError for an optimizer with state of parameters that are each rank's own."""
+        """Raise StateError for an optimizer of parameters that `ignore=` leaves to the user."""
         if held := [name for name in ordered_names(optimizer, self.model) if name in self.ignored]:
-            problem = "is left to you by ignore=, and the optimizer's state of it is this rank's own"
-            raise StateError(
-                held[0], problem, "step it by an optimizer of its own, and give its state_dict() as extra="
-            )
+            problem = "is left to you by ignore=, so its optimizer state may differ between ranks"
+            fix = "use a separate optimizer for it, and give that one's state_dict() as extra="
+            raise StateError(held[0], problem, fix)
 
     def _own_digests(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """What is saved and may differ between ranks, buffers and what is ignored, each with a digest of its value."""
+        """Digests of the values that may differ between ranks: buffers, and parameters that `ignore=` names."""
         shards = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}.difference(self.ignored)
         return {
             name: hashlib.sha256(_bytes(value)).hexdigest()
@@ -439,9 +438,9 @@ class ModelState:
         return extra
 
     def _skeleton(self, reader: Reader, optimizer: Optimizer | None, values: Values) -> dict[str, Any]:
-        """Empty tensors for what the checkpoint holds, laid out as this stage and world have them.
+        """Empty tensors to load the checkpoint into, laid out for this stage and world.
 
-        They are new ones: if loading fails halfway, the model and the optimizer are as they were.
+        They are new tensors, so that the model and the optimizer are unchanged if loading fails.
         """
         folder, metadata = str(reader.path), reader.read_metadata()
         saved: dict[tuple[str, ...], torch.Tensor] = {
@@ -460,8 +459,8 @@ class ModelState:
         content: dict[str, Any] = {"model": {name: _empty_like(value) for name, value in here.items()}}
         if optimizer is not None:
             if ("optimizer", "about") not in saved:
-                fix = f"load the model alone: load_checkpoint({folder!r})"
-                raise StateError(folder, "holds no optimizer state", fix)
+                fix = f"load only the model: load_checkpoint({folder!r})"
+                raise StateError(folder, "has no optimizer state", fix)
             slots: Slots = {}
             for path, shape in saved.items():
                 if path[:2] == ("optimizer", "state") and not is_elsewhere(targets.get(path[2])):
@@ -476,13 +475,13 @@ class ModelState:
         return {**content, "ranks": {source: blob(saved["ranks", source])}}
 
     def _settle(self) -> None:
-        """Wait for the save before this one: two at once would mix their messages."""
+        """Wait for the previous save: the messages of two concurrent saves would mix."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.settle()
 
     def _own_group(self) -> dist.ProcessGroup:
-        """A gloo group for checkpoints alone: they are written while the training's group is in use."""
+        """A gloo group for checkpoints only, which are written while training uses its own group."""
         if self._group is None:
             group = self.communicator.group
             timeout = group_timeout(group, self.communicator.device)
@@ -490,16 +489,17 @@ class ModelState:
                 dist.get_process_group_ranks(group),
                 timeout=timeout,
                 backend="gloo",
-                use_local_synchronization=True,  # a mesh need not hold all ranks
+                use_local_synchronization=True,  # the mesh may have fewer ranks than the world
             )
-            # A rank that writes slowly is no rank that is gone; a rank that is gone closes its connections.
+            # A long timeout: a rank may write slowly, and a dead rank is noticed by its closed connections.
             set_group_timeout(self._group, max(timeout, timedelta(minutes=30)))
         return self._group
 
     def _hang_up(self, failure: BaseException) -> None:
-        """End the waits of others for this rank where a message has failed here; they would last for half an hour.
+        """Close this rank's connections after a failed message, or other ranks would wait until the long timeout.
 
-        What torch.distributed.checkpoint raises is on all ranks already. The group stays as it is: a later save fails.
+        torch.distributed.checkpoint raises its own errors on all ranks already. The group is not replaced: later saves
+        fail.
         """
         if self._group is not None and self.communicator.size > 1 and not isinstance(failure, CheckpointException):
             close_connections(gloo_of(self._group), self.communicator.rank, self.communicator.size)
@@ -507,11 +507,11 @@ class ModelState:
     # -- errors of all ranks --------------------------------------------------------------------------------------
 
     def _together(self, what: str, act: Callable[[], Result]) -> Result:
-        """Act on every rank; an error on one of them is the same error on all."""
+        """Call `act` on every rank; an error on one rank is raised on all."""
         return self.agreement.attempt(what, act)[0]
 
     def _share(self, what: str, act: Callable[[], Any]) -> list[Any]:
-        """The results of all ranks, as JSON gives them back; an error on one of them is the same error on all."""
+        """The results of `act` on all ranks, passed as JSON; an error on one rank is raised on all."""
         return self.agreement.attempt(what, act, shown=True)[1]
 
 
@@ -519,7 +519,7 @@ class ModelState:
 
 
 def is_elsewhere(value: Any) -> bool:
-    """True for what stands in the place of a tensor that other ranks have."""
+    """True for a meta tensor, which stands for a tensor of other ranks."""
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
@@ -528,7 +528,7 @@ def _elsewhere(state: Mapping[str, Any]) -> list[str]:
 
 
 def _here(state: Values) -> Values:
-    """Of a state dict what this rank has."""
+    """The entries of a state dict that this rank has."""
     return {name: value for name, value in state.items() if not is_elsewhere(value)}
 
 
@@ -536,7 +536,7 @@ def _here(state: Values) -> Values:
 
 
 def _check(targets: Mapping[str, Any], given: Mapping[str, Any], strict: bool, source: str = "the state dict") -> None:
-    """Raise StateError for the first name that is missing, unexpected or does not fit, with a count of the others."""
+    """Raise StateError for the first name that is missing, unexpected or does not fit, and list some others."""
     missing = [name for name in targets if name not in given]
     unexpected = [name for name in given if name not in targets]
     if strict:
@@ -547,21 +547,21 @@ def _check(targets: Mapping[str, Any], given: Mapping[str, Any], strict: bool, s
 
 
 def _check_names(found: Loading, source: str = "the state dict") -> None:
-    """Raise StateError for names that loading has missed, or found too many."""
+    """Raise StateError for missing or unexpected keys."""
     _check_listed(found.keys.missing_keys, found.keys.unexpected_keys, found.targets(), source)
 
 
 def _check_listed(missing: Sequence[str], unexpected: Sequence[str], targets: Iterable[str], source: str) -> None:
     if missing:
         problem = f"is missing from {source}{_more(missing)}"
-        fix = "give every name of compiled.state_dict(), or strict=False where names may be left out"
+        fix = "give every name of compiled.state_dict(), or strict=False if names may be missing"
         if unexpected:
-            fix = f"rename what {source} has in its place, or build the model that it was made from: "
+            fix = f"rename an entry of {source}, or build the model that it was saved from: "
             fix += nearest(missing[0], unexpected)
         raise StateError(missing[0], problem, fix)
     if unexpected:
-        problem = f"is in {source}, but is no parameter or buffer of the model{_more(unexpected)}"
-        raise StateError(unexpected[0], problem, f"leave it out or rename it: {nearest(unexpected[0], targets)}")
+        problem = f"is in {source}, but is not a parameter or buffer of the model{_more(unexpected)}"
+        raise StateError(unexpected[0], problem, f"remove or rename it: {nearest(unexpected[0], targets)}")
 
 
 def _check_value(name: str, target: torch.Tensor, value: Any, source: str) -> None:
@@ -574,8 +574,8 @@ def _check_value(name: str, target: torch.Tensor, value: Any, source: str) -> No
         problem = f"is {value.dtype} in {source}, and {target.dtype} in the model"
         raise StateError(name, problem, f"convert one of them on purpose, such as value.to({target.dtype})")
     if isinstance(value, DTensor) and not (isinstance(target, DTensor) and value.device_mesh == target.device_mesh):
-        problem = f"lies on {value.device_mesh} in {source}, otherwise than in the model"
-        raise StateError(name, problem, "give its full_tensor(), or go through save_checkpoint")
+        problem = f"is on {value.device_mesh} in {source}, and on another mesh or unsharded in the model"
+        raise StateError(name, problem, "give its full_tensor(), or use save_checkpoint and load_checkpoint")
 
 
 def _same_placement(target: DTensor, value: DTensor) -> bool:
@@ -594,9 +594,9 @@ def _empty_like(target: torch.Tensor) -> torch.Tensor:
 
 
 def for_others(value: Any) -> Any:
-    """A value of a state dict for torch to read: of a shard a DTensor of torch's, over the same memory.
+    """A value for a state dict: a shard becomes a plain DTensor of torch over the same memory.
 
-    Who takes the rows of that is not taken to write to the parameter ever after. What one rank owns stays what it is.
+    Views of its rows are then not watched as possible writes to the parameter. Owned parameters stay as they are.
     """
     shard = isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and owner_of(value) is None
     return copyable(value) if shard else value
@@ -608,7 +608,7 @@ def _bytes(value: torch.Tensor) -> bytes:
 
 
 def _blob(subject: str, value: Any) -> torch.Tensor:
-    """Any value as bytes, 1-D; a StateError if it cannot be pickled."""
+    """Pickle any value into a 1-D uint8 tensor. Raises StateError if it cannot be pickled."""
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
@@ -623,13 +623,11 @@ def _unblob(folder: Path, blob: torch.Tensor) -> Any:
         return torch.load(io.BytesIO(_bytes(blob)), map_location="cpu", weights_only=False)
     except Exception as error:
         problem = f"holds extra state that cannot be unpickled: {type(error).__name__}: {error}"
-        raise StateError(
-            str(folder), problem, "load it where the classes that it was made of can be imported"
-        ) from error
+        raise StateError(str(folder), problem, "make the classes of its objects importable") from error
 
 
 def _writer_for(path: Path) -> Callable[[Values, Path], None]:
-    """What writes a file of this suffix."""
+    """The function that writes a file with the suffix of `path`."""
     if path.suffix != ".safetensors":
         return _save_by_torch
     try:
@@ -637,10 +635,10 @@ def _writer_for(path: Path) -> Callable[[Values, Path], None]:
     except ImportError as error:
         problem = "needs the package safetensors, which is not installed"
         raise StateError(str(path), problem, "pip install 'zcompile[safetensors]', or save to a .pt file") from error
-    # Hugging Face refuses a file that does not say what its tensors are.
+    # transformers refuses safetensors files without this metadata.
     return lambda state, beside: save_file(state, beside, metadata={"format": "pt"})
 
 
 def _save_by_torch(state: Values, beside: Path) -> None:
-    with beside.open("wb") as file:  # torch's own file would not say why it cannot be written
+    with beside.open("wb") as file:  # torch.save(path) would hide the reason of a failure
         torch.save(state, file)

@@ -1,4 +1,4 @@
-"""The state of an optimizer by parameter name, so that it fits every stage and world, and whole, for a plain model."""
+"""Optimizer state by parameter name, for any stage and world; and whole, for a plain model's optimizer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from zcompile.torch_internals.dtensor import local_tensor
 from zcompile.torch_internals.pytree import tree_leaves, tree_map_only
 
 Slots = dict[str, dict[str, Any]]
-"""What an optimizer keeps of each parameter, by the parameter's name and its own: `exp_avg`, `step`."""
+"""Optimizer state by parameter name and slot, such as `exp_avg` or `step`."""
 
 HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
-"""Options that say how a step is computed: those of the optimizer that loads stay, not every stage has all of them."""
+"""Options of how a step is computed, which loading does not change, because some stages do not support all."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """An optimizer's state, taken apart: `tensors` are sharded like parameters, `about` is small and not tensors.
+    """An optimizer's state, split for a checkpoint.
 
-    `owned`: what is no tensor, or several, of parameters that only this rank has.
+    `tensors`: tensors, sharded as parameters are. `about`: the name of the optimizer, its groups, and values that are
+    not tensors. `owned`: values that are not tensors, of parameters that this rank owns.
     """
 
     tensors: Slots
@@ -40,11 +41,11 @@ class OptimizerState:
 
 
 def split_state(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
-    """What to save of an optimizer.
+    """Split the state of an optimizer for saving.
 
     Raises:
-        OptimizerError: it holds a parameter that is none of the model's.
-        StateError: it keeps a tensor that is neither a scalar nor a DTensor of a sharded parameter.
+        OptimizerError: it holds a parameter that is not in the model.
+        StateError: its state of a sharded parameter has a plain tensor with dimensions.
     """
     names, params = ordered_names(optimizer, model), dict(model.named_parameters())
     state = optimizer.state_dict()
@@ -68,26 +69,24 @@ def split_state(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
 
 
 def _check_divided(slot: str, value: Any) -> None:
-    """Raise StateError for state of a sharded parameter of which it is not known how the ranks divide it."""
+    """Raise StateError for state of a sharded parameter if it is unknown how ranks divide that state."""
     within = "" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__} that "
     for one in tree_leaves(value):
         if isinstance(one, torch.Tensor) and one.dim() and (within or not isinstance(one, DTensor)):
             has = f"{within}has a tensor" if within else "is a plain tensor"
-            problem = f"{has} of shape {list(one.shape)}, so nobody knows how the ranks divide it"
-            fix = (
-                "use an optimizer that makes its state from the parameter, torch.zeros_like(parameter), and keeps it "
-                "there by name, or keep the parameter whole, by whole= or stage=0"
-            )
+            problem = f"{has} of shape {list(one.shape)}, so it is unknown how ranks divide it"
+            fix = "use an optimizer that makes its state by torch.zeros_like(parameter), and keeps it directly in "
+            fix += "state[parameter], or keep the parameter whole: whole= or stage=0"
             raise StateError(slot, problem, fix)
 
 
 def is_kept(param: torch.Tensor) -> bool:
-    """True where this rank has state of `param`: of an owned one its owner has all of it."""
+    """True if this rank has optimizer state of `param`; of an owned parameter only its owner does."""
     return not isinstance(param, DTensor) or owner_of(param) is None or is_here(param)
 
 
 def ordered_names(optimizer: Optimizer, model: nn.Module) -> list[str]:
-    """Names of an optimizer's parameters, as its state dict counts them; raise OptimizerError for an unknown one."""
+    """Names of an optimizer's parameters, in state dict order. Raises OptimizerError for one not in the model."""
     known = {id(param): name for name, param in model.named_parameters()}
     names = []
     for number, group in enumerate(optimizer.param_groups):
@@ -101,15 +100,15 @@ def ordered_names(optimizer: Optimizer, model: nn.Module) -> list[str]:
 
 
 def empty_slots(saved: Slots, optimizer: Optimizer, model: nn.Module) -> Slots:
-    """Tensors to load `saved` into, as the optimizer would make them in this stage and world.
+    """Empty tensors to load `saved` into, as the optimizer would make them in this stage and world.
 
-    Of `saved` shapes and dtypes are read. Raise StateError for a parameter that the optimizer does not have.
+    Only shapes and dtypes of `saved` are used. Raises StateError for a parameter that the optimizer does not hold.
     """
     names, params = ordered_names(optimizer, model), dict(model.named_parameters())
     for name in saved:
         if name not in names:
             fix = f"build the optimizer over the same parameters ({nearest(name, names)})"
-            raise StateError(name, "the checkpoint has optimizer state of it, this optimizer does not hold it", fix)
+            raise StateError(name, "has optimizer state in the checkpoint, but is not in this optimizer", fix)
     scalars = _scalar_slots(saved)
     return {
         name: {slot: _empty(shape, None if slot in scalars else params[name]) for slot, shape in slots.items()}
@@ -119,7 +118,7 @@ def empty_slots(saved: Slots, optimizer: Optimizer, model: nn.Module) -> Slots:
 
 
 def of_one_rank(parts: Sequence[Mapping[str, Any]], elsewhere: Collection[str]) -> dict[str, Any]:
-    """What was saved about an optimizer by ranks that have different parameters, without those that are `elsewhere`."""
+    """Merge `about` of ranks that have different parameters, without the parameters that are `elsewhere`."""
     first = parts[0]
     groups = [
         {**group, "params": [n for part in parts for n in part["groups"][number]["params"] if n not in elsewhere]}
@@ -130,10 +129,10 @@ def of_one_rank(parts: Sequence[Mapping[str, Any]], elsewhere: Collection[str]) 
 
 
 def put_together(tensors: Slots, about: Mapping[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """A state dict for `optimizer.load_state_dict`, which then does not fail; or a StateError."""
+    """A state dict that `optimizer.load_state_dict` accepts. Raises StateError if the checkpoint does not fit."""
     kind, saved = type(optimizer).__name__, about["optimizer"]
     if kind != saved:
-        raise StateError("optimizer", f"is {kind}, the checkpoint holds the state of {saved}", f"load it into {saved}")
+        raise StateError("optimizer", f"is {kind}, the checkpoint has the state of {saved}", f"load it into {saved}")
     names, params = ordered_names(optimizer, model), dict(model.named_parameters())
     _compare_groups(about["groups"], optimizer, names)
     indices = {name: index for index, name in enumerate(names)}
@@ -146,7 +145,7 @@ def put_together(tensors: Slots, about: Mapping[str, Any], optimizer: Optimizer,
 
 
 def with_own_ways(groups: list[dict[str, Any]], optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Saved groups, their parameters counted as the optimizer counts its own, and its own options of how it steps."""
+    """Saved groups with the optimizer's own parameter indices and `HOW_NOT_WHAT` options."""
     return [
         {**then, **{key: now[key] for key in HOW_NOT_WHAT if key in now}, "params": now["params"]}
         for then, now in zip(groups, optimizer.state_dict()["param_groups"], strict=True)
@@ -168,9 +167,9 @@ def _compare_groups(saved: list[dict[str, Any]], optimizer: Optimizer, names: li
 
 
 def _scalar_slots(saved: Slots) -> set[str]:
-    """Slots that hold one number however large the parameter is: no DTensors in any stage.
+    """Slots that are 0-d for every parameter, such as `step`, and so are not DTensors in any stage.
 
-    The moments of a parameter without dimensions are not among them: elsewhere they have the parameter's shape.
+    A moment is not among them, even if it is 0-d for a 0-d parameter.
     """
     shapes: dict[str, set[bool]] = {}
     for slots in saved.values():
@@ -180,7 +179,7 @@ def _scalar_slots(saved: Slots) -> set[str]:
 
 
 def _empty(value: torch.Tensor, param: torch.Tensor | None) -> torch.Tensor:
-    """An uninitialised tensor; of a sharded parameter a DTensor, divided like it where it has its shape."""
+    """An uninitialised tensor; for a sharded parameter a DTensor, sharded if it has its shape, else replicated."""
     if not isinstance(param, DTensor):
         return torch.empty(value.shape, dtype=value.dtype, device=None if param is None else param.device)
     like = value.shape == tuple(param.shape)
@@ -196,15 +195,15 @@ def _empty(value: torch.Tensor, param: torch.Tensor | None) -> torch.Tensor:
 
 
 StateNames = dict[str, list[str]]
-"""By a parameter's name, what a rank keeps of it."""
+"""The optimizer slots that a rank has, by parameter name."""
 
 
 def kept_of(optimizer: Optimizer, model: nn.Module) -> StateNames:
-    """What this rank has, for the others to know; raise StateError where ranks have different parameters."""
+    """The slots that this rank has. Raises StateError if ranks have different parameters."""
     for name, param in model.named_parameters():
         if param.is_meta:
-            fix = "save it by save_checkpoint(folder, optimizer)"
-            raise StateError(name, "is on another pipeline stage, and so is what its optimizer keeps", fix)
+            fix = "use save_checkpoint(folder, optimizer)"
+            raise StateError(name, "is on another pipeline stage, and so is its optimizer state", fix)
     apart = split_state(optimizer, model)
     kept: StateNames = {}
     for slots in (apart.tensors, apart.about["values"], apart.owned):
@@ -214,14 +213,14 @@ def kept_of(optimizer: Optimizer, model: nn.Module) -> StateNames:
 
 
 def check_alike(everyones: Sequence[StateNames], model: nn.Module) -> None:
-    """Raise StateError where ranks keep other state of what all of them have a part of: its gathers would not meet."""
+    """Raise StateError if ranks have different slots of a sharded parameter: their gathers would not match."""
     owned = {name for name, param in model.named_parameters() if owner_of(param) is not None}
     first, *others = [[(name, slots) for name, slots in kept.items() if name not in owned] for kept in everyones]
     for rank, found in enumerate(others, 1):
         if found != first:
             name = next(name for one, other in zip_longest(found, first) if one != other for name, _ in (one or other,))
             fix = "step the same optimizer, with the same groups, on every rank"
-            raise StateError(name, f"has other state in the optimizer of rank {rank} than in rank 0's", fix)
+            raise StateError(name, f"has different optimizer state on rank {rank} and on rank 0", fix)
 
 
 @torch.no_grad()
@@ -232,9 +231,9 @@ def whole_state(
     communicator: Communicator,
     rank0_only: bool,
 ) -> dict[str, Any]:
-    """`optimizer.state_dict()` with plain tensors on the CPU in the place of shards. Collective, slot by slot.
+    """`optimizer.state_dict()` with whole plain tensors on the CPU. Collective, slot by slot.
 
-    `everyones`: `kept_of` every rank. `rank0_only`: give nothing to other ranks than the first.
+    `everyones`: the results of `kept_of` on all ranks. `rank0_only`: return an empty dict on all ranks but the first.
     """
     state = optimizer.state_dict()
     keeps = communicator.rank == 0 or not rank0_only
@@ -253,7 +252,7 @@ def whole_state(
 
 
 def _whole(value: Any, everyones: Sequence[StateNames], name: str, home: int, communicator: Communicator) -> Any:
-    """One slot on every rank: divided, or the same on all, or on its owner alone."""
+    """One whole slot on every rank: gathered if sharded, or broadcast from the owner, or already the same."""
     if not all(name in kept for kept in everyones):
         box = [_on_host(value) if communicator.rank == home else None]
         dist.broadcast_object_list(box, group=communicator.group, group_src=home)
@@ -264,7 +263,7 @@ def _whole(value: Any, everyones: Sequence[StateNames], name: str, home: int, co
 
 
 def copy_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor, on the CPU, contiguous, in memory that no other tensor shares."""
+    """A contiguous CPU copy of this rank's part of a tensor."""
     return local_tensor(tensor).detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
@@ -274,7 +273,7 @@ def _on_host(value: Any) -> Any:
 
 @torch.no_grad()
 def parts_of_whole(state: Mapping[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """This rank's part of a whole state, for `optimizer.load_state_dict`, which then does not fail; or a StateError."""
+    """This rank's part of a whole state, for `optimizer.load_state_dict`. Raises StateError if it does not fit."""
     _compare(state, optimizer)
     names = ordered_names(optimizer, model)
     given = {names[index]: slots for index, slots in state["state"].items()}
@@ -284,8 +283,8 @@ def parts_of_whole(state: Mapping[str, Any], optimizer: Optimizer, model: nn.Mod
     }
     for name, slot, value in ((name, slot, value) for name, slots in tensors.items() for slot, value in slots.items()):
         if isinstance(value, DTensor):
-            fix = "give plain tensors: compiled.full_optimizer_state_dict(optimizer), or load it by load_state_dict"
-            raise StateError(f"{name}.{slot}", "is a DTensor, and not whole", fix)
+            fix = "give plain tensors, as of full_optimizer_state_dict, or use optimizer.load_state_dict"
+            raise StateError(f"{name}.{slot}", "is a DTensor, not a whole plain tensor", fix)
     parts: dict[int, dict[str, Any]] = {}
     for name, targets in empty_slots(tensors, optimizer, model).items():
         slots = {
@@ -306,7 +305,7 @@ def _filled(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _compare(state: Mapping[str, Any], optimizer: Optimizer) -> None:
     subject = "the optimizer's state dict"
     if missing := {"state", "param_groups"}.difference(state):
-        raise StateError(subject, f"has no {min(missing)!r}", "give what optimizer.state_dict() gave")
+        raise StateError(subject, f"has no {min(missing)!r}", "give a result of optimizer.state_dict()")
     sizes = [len(group["params"]) for group in state["param_groups"]]
     own = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != own:
@@ -315,4 +314,4 @@ def _compare(state: Mapping[str, Any], optimizer: Optimizer) -> None:
     unknown = [index for index in state["state"] if index not in range(sum(own))]
     if unknown:
         problem = f"has state of parameter {unknown[0]!r}, and the optimizer has {sum(own)} parameters"
-        raise StateError(subject, problem, "give what optimizer.state_dict() gave")
+        raise StateError(subject, problem, "give a result of optimizer.state_dict()")

@@ -1,4 +1,4 @@
-"""What can be saved and loaded: methods for state that is whole, and for checkpoints."""
+"""Methods to save and load: whole state, and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from zcompile.state.model_state import ModelState, Save
 
 
 class Savable:
-    """State of a model whose parameters are shards: whole, in one file, or in a checkpoint of all ranks."""
+    """Saves and loads a model whose parameters are shards: whole, in one file, or as a checkpoint of all ranks."""
 
     def _stored(self) -> ModelState:
-        """What reads and writes it.
+        """The object that reads and writes the state.
 
         Raises:
             StateError: the model is not divided yet.
@@ -25,62 +25,62 @@ class Savable:
 
     @briefly
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any]:
-        """The whole state in CPU memory, gathered one parameter at a time, for the plain model to load. Collective.
+        """Return the whole state dict in CPU memory, which the plain model can load. Collective.
 
-        Each name has memory of its own, also where parameters are tied. Buffers are the first rank's. On other ranks
-        than the first of the mesh the result is empty, unless `rank0_only=False`.
+        Parameters are gathered one at a time. Values do not share memory, even of tied parameters. Buffers are those of
+        the mesh's first rank. The result is empty on all other ranks, unless `rank0_only=False`.
         """
         return self._stored().full(rank0_only)
 
     @briefly
     def load_full_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Load a state that is whole, such as the plain model's. Collective.
+        """Load a whole state dict, such as the plain model's. Collective.
 
         Args:
-            state: On every rank, which then takes its rows; or on the mesh's first rank, which sends them one parameter
-                at a time, and None or nothing in it elsewhere.
+            state: Either given on every rank, and each takes its rows; or only on the mesh's first rank, which sends
+                one parameter at a time, and None or an empty mapping on the others.
 
         Raises:
-            StateError: on every rank, and before anything is written: a name, shape or dtype that does not fit.
+            StateError: a name, shape or dtype does not match; raised on every rank, before anything is written.
         """
         self._stored().load_full(state)
 
     @briefly
     def save_full_state_dict(self, path: str | os.PathLike[str]) -> None:
-        """Write `full_state_dict` to one file, whole or not at all. Collective; the mesh's first rank writes.
+        """Write `full_state_dict()` to one file, atomically. Collective; the mesh's first rank writes.
 
         Args:
-            path: A file for `safetensors` if it ends in `.safetensors`, else for `torch.load`.
+            path: A safetensors file if it ends in `.safetensors`, else a file for `torch.load`.
 
         Raises:
-            StateError: on every rank: it cannot be written, or the package safetensors is missing.
+            StateError: the file cannot be written, or safetensors is not installed; raised on every rank.
         """
         self._stored().save_full(path)
 
     @briefly
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:
-        """The optimizer's whole state in CPU memory, for the plain model's optimizer to load. Collective.
+        """Return the optimizer's whole state dict in CPU memory, which a plain model's optimizer can load. Collective.
 
-        Gathered one tensor at a time. On other ranks than the first of the mesh the result is empty, unless
+        Tensors are gathered one at a time. The result is empty on all ranks but the mesh's first, unless
         `rank0_only=False`.
 
         Raises:
-            StateError: on every rank: the ranks have different parameters, as pipeline stages do.
-            OptimizerError: the optimizer holds other parameters than this model's.
+            StateError: the ranks have different parameters, as pipeline stages do; raised on every rank.
+            OptimizerError: the optimizer holds parameters that are not in this model.
         """
         return self._stored().full_optimizer(optimizer, rank0_only)
 
     @briefly
     def load_full_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a whole state, such as the plain model's optimizer gave, of which each rank takes its part. Collective.
+        """Load a whole optimizer state dict, such as a plain model's optimizer's; each rank takes its part. Collective.
 
         Args:
-            optimizer: One over parameters of the model, in the same groups and order.
-            state: On every rank, such as from `torch.load(path, mmap=True)`: ranks of one machine share the memory.
+            optimizer: An optimizer over parameters of the model, in the same groups and order.
+            state: Given on every rank. With `torch.load(path, mmap=True)`, ranks of one machine share its memory.
 
         Raises:
-            StateError: on every rank, with the optimizer as it was: groups or shapes that do not fit.
-            OptimizerError: the optimizer holds other parameters than this model's.
+            StateError: groups or shapes do not match; raised on every rank, with the optimizer unchanged.
+            OptimizerError: the optimizer holds parameters that are not in this model.
         """
         self._stored().load_full_optimizer(optimizer, state)
 
@@ -93,37 +93,36 @@ class Savable:
         extra: Any = None,
         asynchronous: bool = False,
     ) -> Save:
-        """Save the model, an optimizer and what else a run needs, to be loaded in any stage and world. Collective.
+        """Save a checkpoint of the model, an optimizer and extra values, loadable in any stage and world. Collective.
 
-        The folder holds the previous checkpoint until the new one is complete on all ranks, whenever a rank is killed.
-        Other files in it stay as they are.
+        The previous checkpoint in the folder is kept until the new one is complete on all ranks, even if ranks are
+        killed. Other files in the folder are not touched.
 
         Args:
-            folder: On a file system that all ranks share; where it is a symbolic link, the one that it leads to.
+            folder: A folder on a file system that all ranks share; a symbolic link is followed.
             optimizer: Any torch optimizer over parameters of the model.
-            extra: What this rank wants back: its random state, its place in the data. Anything that pickles; its
-                tensors come back on the CPU.
-            asynchronous: Return once the state is copied to CPU memory, and write while training goes on.
+            extra: Values of this rank, such as its random state and its position in the data. Anything that can be
+                pickled; tensors are loaded on the CPU.
+            asynchronous: Return once the state is copied to CPU memory, and write while training continues.
 
-        Returns the save; `result()` waits for its end and raises its error. A later save or load waits for it too.
+        Returns a `Save`, whose `result()` waits for completion and raises its error. Later saves and loads wait, too.
 
         Raises:
-            StateError: on every rank: it cannot be written, such as to a full disk; nothing of it is left there.
-            OptimizerError: the optimizer holds other parameters than this model's.
+            StateError: it cannot be written, for instance on a full disk; raised on every rank; its files are removed.
+            OptimizerError: the optimizer holds parameters that are not in this model.
         """
         return self._stored().save(folder, optimizer, extra, asynchronous)
 
     @briefly
     def load_checkpoint(self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None) -> Any:
-        """Load what `save_checkpoint` wrote, in any stage and world, after all of it was found right. Collective.
+        """Load a checkpoint of `save_checkpoint` in any stage and world, after checking all of it. Collective.
 
-        Returns this rank's `extra`; a rank that the saving world did not have gets the first rank's. So it is with
-        buffers that differ between ranks. Load checkpoints that you trust only: `extra` is unpickled, which runs
-        code that it names.
+        Returns this rank's `extra`. Ranks beyond the saving world get the first rank's `extra`, and its buffers if
+        buffers differ between ranks. Load only checkpoints that you trust: unpickling `extra` can run arbitrary code.
 
         Raises:
-            StateError: on every rank, with the model and the optimizer as they were: no checkpoint, a partial or a
-                damaged one, one of another model or optimizer.
-            OptimizerError: the optimizer holds other parameters than this model's.
+            StateError: there is no complete checkpoint, it is damaged, or it is of another model or optimizer; raised
+                on every rank, with the model and the optimizer unchanged.
+            OptimizerError: the optimizer holds parameters that are not in this model.
         """
         return self._stored().load_checkpoint(folder, optimizer)
