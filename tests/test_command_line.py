@@ -272,7 +272,7 @@ def test_an_inspected_script_whose_pass_fails_is_dumped_up_to_there(run: Run, tm
     code, _, err = run("inspect", "script.py", "-w", "2", "-o", "dump")
     assert code == 1
     assert "error: fails: returned int." in err
-    assert "Dump: dump/program_0 has the program after every pass up to there." in err
+    assert "Dump: dump/program_0 has the program after each pass before the error." in err
     names = sorted(path.name for path in (tmp_path / "dump" / "program_0").glob("*.py"))
     assert (names[0], names[-1]) == ("00_capture.py", "11_sink_waits.py")
 

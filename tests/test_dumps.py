@@ -258,7 +258,7 @@ def test_where_a_pass_breaks_a_fact_its_input_and_output_are_dumped(tmp_path: Pa
     made = zcompile.compile(make("mlp"), backend="eager", dump=tmp_path, passes={"forget": mine}, **options)
     with pytest.raises(RuntimeError, match="after forget: gathers released exactly once") as caught:
         made(*batch("mlp", 0, 0))
-    assert f"Dump: {home} has the program after every pass up to there." in str(caught.value)
+    assert f"Dump: {home} has the program after each pass before the error." in str(caught.value)
     assert "fix the pass forget: this held before it ran, and does not hold after it" in str(caught.value)
     texts = sorted(path.name for path in home.glob("*.py"))
     assert texts[:2] == ["00_capture.py", "01_split_phases.py"]
@@ -296,4 +296,4 @@ def test_a_program_that_cannot_be_printed_is_dumped_all_the_same(tmp_path: Path)
     with pytest.raises(RuntimeError, match="Dump: "):
         made(*batch("mlp", 0, 0))
     (last,) = (tmp_path / "program_0").glob("*.failed.py")
-    assert last.read_text().startswith("# it cannot be printed: KeyError")
+    assert last.read_text().startswith("# the program cannot be printed: KeyError")

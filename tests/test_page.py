@@ -486,20 +486,20 @@ def told(seconds: float, nbytes: int, **choice: Any) -> Forecast:
 @pytest.mark.parametrize(
     ("others", "reason"),
     [
-        ([], "1 s a step and 2 GB of a rank. Nothing else fits."),
+        ([], "1 s per step and 2 GB per rank. Nothing else fits."),
         (
             [told(1.0, 3 * 10**9)],
-            "1 s a step and 2 GB of a rank. Of 2 choices that are as fast it takes the least memory "
+            "1 s per step and 2 GB per rank. Of 2 equally fast choices it takes the least memory "
             "(the others: stage 3, prefetch 0).",
         ),
         (
             [told(1.0, 2 * 10**9), told(1.0, 3 * 10**9)],
-            "1 s a step and 2 GB of a rank. Of 3 choices that are as fast it is the first of those that take the least "
+            "1 s per step and 2 GB per rank. Of 3 equally fast choices it is the first with the least "
             "memory (the others: stage 3, prefetch 0; stage 3, prefetch 0).",
         ),
         (
             [told(1.005, 10**9), told(1.001, 3 * 10**9)],
-            "1 s a step and 2 GB of a rank. The next, stage 3, prefetch 0, takes 0.1% longer. "
+            "1 s per step and 2 GB per rank. The next, stage 3, prefetch 0, takes 0.1% longer. "
             "With 1 GB, stage 3, prefetch 0 takes 0.5% longer.",
         ),
     ],

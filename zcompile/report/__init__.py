@@ -1,1 +1,1 @@
-"""What people read of programs: pages, dumps, drawings."""
+"""Reports on programs for people: pages, dumps, drawings."""

@@ -1,4 +1,4 @@
-"""Axes: round figures for ticks, and how seconds, bytes and counts are written beside them."""
+"""Axes of charts: ticks at round numbers, and the formats of seconds, bytes and counts."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from zcompile.ir.tensor_type import human_bytes
 
 @dataclass(frozen=True)
 class Tick:
-    """A mark of an axis."""
+    """A mark on an axis."""
 
     at: float
-    """Percent of the axis."""
+    """Position in percent of the axis."""
     text: str
     is_fine: bool = False
-    """True for one that is left out where there is little room: every second of many."""
+    """True if its text is hidden on narrow screens: every other one of many."""
 
 
 def ticks(most: float, text: Callable[[float], str], *, about: int = 4, base: int = 10) -> list[Tick]:
-    """Ticks at round figures from 0 to `most`; with `base` 1024, figures that are round in KiB, MiB or GiB."""
+    """Ticks at round numbers from 0 to `most`; with `base` 1024, numbers that are round in KiB, MiB or GiB."""
     places = list(_round(most, about, base)) if most > 0 else []
     are_many = len(places) > 4
     return [Tick(100 * at / most, text(at), are_many and index % 2 == 1) for index, at in enumerate(places)]
 
 
 def _round(most: float, about: int, base: int) -> Iterator[float]:
-    """From 0 on, `about` to twice as many steps of 1, 2 or 5 times a power of ten, or in units of 1024 of two."""
+    """Multiples, from 0 to `most`, of a step of 1, 2 or 5 times a power of ten: at least about `about` / 2 of them."""
     unit = 1024.0 ** max(math.floor(math.log(most, 1024)), 0) if base == 1024 else 1.0
     rough = most / unit / about
     power = 10.0 ** math.floor(math.log10(rough))
@@ -37,7 +37,7 @@ def _round(most: float, about: int, base: int) -> Iterator[float]:
 
 
 def human_seconds(seconds: float) -> str:
-    """`seconds` for reading: `781 µs`, `78.3 ms`, `1.2 s`."""
+    """Format seconds: `781 µs`, `78.3 ms`, `1.2 s`."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         if abs(seconds) * factor >= 0.9995:
             return f"{_digits(seconds * factor)} {unit}"
@@ -45,7 +45,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def human_count(count: float) -> str:
-    """`count` for reading: `376 M`, `8.03 B`."""
+    """Format a count: `376 M`, `8.03 B`."""
     for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if count >= factor:
             return f"{_digits(count / factor)} {unit}"
@@ -53,7 +53,7 @@ def human_count(count: float) -> str:
 
 
 def decimal_bytes(count: float) -> str:
-    """`count` bytes in powers of ten, as memory of devices and memory limits are given: `80 GB`."""
+    """Format bytes in powers of ten, as is usual for device memory: `80 GB`."""
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(count) >= factor:
             return f"{_digits(count / factor)} {unit}"
@@ -61,10 +61,10 @@ def decimal_bytes(count: float) -> str:
 
 
 def binary_bytes(count: float) -> str:
-    """`human_bytes`, with 0 without a unit."""
+    """`human_bytes`, but 0 without a unit."""
     return human_bytes(count) if count else "0"
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, or all before the point."""
+    """Three significant digits, or all digits before the point."""
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"

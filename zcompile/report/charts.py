@@ -1,6 +1,6 @@
-"""Charts of a step on its time axis: what is computed, sent and waited for, and the memory of a rank under it.
+"""Charts of a step over time: compute, messages, waits, and the memory of a rank.
 
-The template draws them: places are percent of the width, and lanes and bands have units of their own.
+The template draws them. Positions are in percent of the width, except within lanes and bands, which use `WIDTH`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from zcompile.ir.tensor_type import human_bytes
 from zcompile.report.axes import Tick, binary_bytes, human_seconds, ticks
 
 WIDTH = 100_000
-"""Of charts, in their own units; on the screen they are as wide as the page."""
+"""Width of lanes and bands in SVG units; on the screen they are as wide as the page."""
 HEIGHT = 300
-"""Of the chart of memory."""
+"""Height of the memory chart in SVG units."""
 MOST_ALIVE = 60
-"""Lines listed at the peak; the rest is counted."""
+"""Number of values listed at the peak; the others are counted."""
 HEADROOM = 1.1
-"""How high the chart of memory is, beside its peak: a line above it has room for the peak's own figure."""
+"""Height of the memory chart relative to the peak, to leave room for the peak's label."""
 ROW, LEAST_HEIGHT = 8, 26
-"""Of rows where a lane has several, and of a lane, in pixels."""
+"""Height of a row, and least height of a lane, in pixels."""
 LEAST_WIDTH = 20.0
-"""Of a bar: what takes next to no time is seen, too."""
+"""Least width of a bar, so that very short events are visible."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A span of a lane."""
+    """A time span in a lane."""
 
     start: float
     width: float
@@ -42,29 +42,29 @@ class Bar:
     title: str
     node: str
     row: int = 0
-    """Within its lane: what flies at the same time is in rows of its own."""
+    """Row within the lane: messages in flight at the same time are in different rows."""
 
     @property
     def is_thin(self) -> bool:
-        """True if a gap between it and its neighbours would hide it."""
+        """True if it is too narrow to be drawn with gaps beside it."""
         return self.width < WIDTH / 250
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Spans that follow each other, in each of its rows."""
+    """Bars in rows; the bars of a row do not overlap."""
 
     name: str
     bars: Sequence[Bar]
 
     @property
     def height(self) -> int:
-        """In pixels."""
+        """Height in pixels."""
         return max(ROW * self._rows + 4, LEAST_HEIGHT)
 
     @property
     def row_height(self) -> float:
-        """Of each row."""
+        """Height of each row in pixels."""
         return (self.height - 4) / self._rows
 
     @property
@@ -74,7 +74,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step that is named above its lanes: forward, backward, optimizer. Places are percent."""
+    """A part of a step named above its lanes: forward, backward or optimizer. Positions are in percent."""
 
     name: str
     start: float
@@ -83,7 +83,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Alive:
-    """What is there at the peak: the line that has made it, what it is, its bytes and the module it comes from."""
+    """A value that is alive at the peak: the line that made it, its kind, bytes and module."""
 
     node: str
     kind: str
@@ -93,37 +93,37 @@ class Alive:
 
 @dataclass(frozen=True)
 class Curve:
-    """The memory of a rank over the time of a step: a band for each kind, stacked."""
+    """The memory of a rank during a step, as a stacked band for each kind."""
 
     bands: Mapping[str, str]
-    """The path of each kind's band."""
+    """SVG path of each kind's band."""
     spans: Mapping[str, tuple[float, float]]
-    """When each line runs, by its node, in percent of the width."""
+    """Start and end of each line by its node, in percent of the width."""
     held: Mapping[str, int]
-    """Bytes while each line runs, by its node."""
+    """Bytes during each line, by its node."""
     peak_node: str
     peak: str
-    """The line of the peak: what it calls, for which unit, and in which phase."""
+    """Description of the line at the peak: its function, unit and phase."""
     most: int
     """Bytes at the peak."""
     beside: int
-    """Of them, those beside shards and optimizer state."""
+    """Bytes at the peak without shards and optimizer state."""
     alive: Sequence[Alive]
-    """The largest at the peak."""
+    """The largest values at the peak."""
     left: int
-    """How many more there are."""
+    """Number of further values."""
     ticks: Sequence[Tick]
-    """Percent from the bottom."""
+    """Ticks of the memory axis, from the bottom."""
 
     @property
     def peak_at(self) -> float:
-        """The middle of the line of the peak."""
+        """The middle of the line at the peak, in percent of the width."""
         return sum(self.spans[self.peak_node]) / 2
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A step on its lanes."""
+    """The chart of a step."""
 
     title: str
     seconds: float
@@ -134,17 +134,17 @@ class Chart:
 
     @property
     def kinds(self) -> list[str]:
-        """What its bars are, each once."""
+        """The kinds of its bars, without duplicates."""
         return list(dict.fromkeys(bar.kind for lane in self.lanes for bar in lane.bars))
 
     @property
     def ticks(self) -> Sequence[Tick]:
-        """Of the time axis."""
+        """Ticks of the time axis."""
         return ticks(self.seconds, human_seconds, about=8)
 
 
 def step_chart(timeline: Timeline, title: str, program: Program, curve: Curve | None = None) -> Chart:
-    """A step of one rank that runs `program`, with its memory if `curve` has it."""
+    """The chart of a step of one rank that runs `program`, with memory if `curve` is given."""
     total = timeline.seconds or 1.0
     lanes: dict[str, list[Bar]] = {}
     actions = _actions(program)
@@ -172,12 +172,12 @@ _LANES = {Spent.COMPUTE: "compute", Spent.OPTIMIZER: "compute", Spent.EXPOSED: "
 
 
 def _actions(program: Program) -> dict[str, str]:
-    """The action of a pipeline schedule that each line is a part of, by its node; of other programs nothing."""
+    """The pipeline action of each line, by its node; empty for other programs."""
     return {node.name: action for node in program.graph.nodes if (action := data(node).action)}
 
 
 def _kind(actions: Mapping[str, str], event: Event) -> str:
-    """What a bar is: in a pipeline, whose halves alternate, the backward is told apart."""
+    """The kind of a bar. In a pipeline, where they alternate, backwards are a separate kind."""
     action = actions.get(event.node, "") if event.spent is Spent.COMPUTE else ""
     return "backward" if action.strip("0123456789") in ("B", "I", "W") else str(event.spent)
 
@@ -188,7 +188,7 @@ def _bar(total: float, start: float, end: float, kind: str, what: str, node: str
 
 
 def _parts(events: Sequence[Event], total: float) -> Iterator[Part]:
-    """Forward and backward, and the optimizer's step behind them, as far as there are such."""
+    """The spans of forward, backward and optimizer, as far as they exist."""
     named: dict[str, list[Event]] = {}
     for event in events:
         name = event.phase or (str(Spent.OPTIMIZER) if event.spent is Spent.OPTIMIZER else "")
@@ -200,7 +200,7 @@ def _parts(events: Sequence[Event], total: float) -> Iterator[Part]:
 
 
 def pipeline_chart(programs: Sequence[Program], timelines: Sequence[Timeline], title: str) -> Chart:
-    """The ranks of a pipeline in a step: a lane each, with a bar for what an action computes."""
+    """The chart of a step of all pipeline ranks: a lane for each rank, with a bar for each compute event."""
     total = max(timeline.seconds for timeline in timelines) or 1.0
     lanes = []
     for place, (program, timeline) in enumerate(zip(programs, timelines, strict=True)):
@@ -217,7 +217,7 @@ def pipeline_chart(programs: Sequence[Program], timelines: Sequence[Timeline], t
 
 
 def memory_curve(program: Program, timeline: Timeline) -> Curve | None:
-    """The memory of a program that runs as `timeline` says; None if it has no line: it gives back what it is given."""
+    """The memory of a program during `timeline`; None for a program without lines, which only returns inputs."""
     live, state = live_by_kind(program), model_state(program.layout)
     if not live or not timeline.seconds:
         return None
@@ -244,7 +244,7 @@ def memory_curve(program: Program, timeline: Timeline) -> Curve | None:
 
 
 def _name_of(program: Program, name: str) -> str:
-    """What the line of a node calls, for which unit, and in which phase, or action of a pipeline."""
+    """Describe the line of a node: its function, unit, and phase or pipeline action."""
     node = program.node(name)
     line, meta = line_of(program, node), data(node)
     unit = f" of {line.unit}" if line.unit else ""
@@ -253,7 +253,7 @@ def _name_of(program: Program, name: str) -> str:
 
 
 def _spans(nodes: Sequence[str], timeline: Timeline) -> dict[str, tuple[float, float]]:
-    """When each line runs, in percent; one that takes no time stands where the one before it has ended."""
+    """Start and end of each line in percent; a line without an event is placed at the end of the line before it."""
     ran = {event.node: event for event in timeline.events if event.node}
     result, now = {}, 0.0
     for node in nodes:
@@ -264,7 +264,7 @@ def _spans(nodes: Sequence[str], timeline: Timeline) -> dict[str, tuple[float, f
 
 
 def _bands(kinds: Mapping[str, Sequence[int]], spans: Sequence[tuple[float, float]], top: float) -> dict[str, str]:
-    """The outline of each kind's band as an SVG path: what a line holds is held until the next one begins."""
+    """The outline of each kind's band as an SVG path; each line's memory extends to the start of the next line."""
     starts = [start for start, _ in spans]
     ends = [*starts[1:], 100.0]
     across = [place * WIDTH / 100 for span in zip(starts, ends, strict=True) for place in span]
@@ -279,6 +279,6 @@ def _bands(kinds: Mapping[str, Sequence[int]], spans: Sequence[tuple[float, floa
 
 
 def _edge(across: Sequence[float], levels: Sequence[float], top: float) -> list[str]:
-    """Points of a line that goes level from where each of `levels` begins to where it ends."""
+    """Points of a step function that has the value of each level from its start to its end."""
     twice = (level for level in levels for _ in range(2))
     return [f"{x:.0f},{HEIGHT * (1 - level / top):.2f}" for x, level in zip(across, twice, strict=True)]

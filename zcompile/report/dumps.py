@@ -1,24 +1,24 @@
-"""Dumps: everything about the programs of a model as files that people and tools open.
+"""Dumps: everything about the programs of a model, as files for people and tools.
 
-A folder has
+The folder contains
 
-    report.html                one page of all that follows: see `zcompile.report.program_page`
-    explain.txt                the page of `explain()`
-    NOTES.txt                  what could not be done, if anything
-    manifest.json              which files `zcompile prove` reads, with a checksum of each line
-    trace.json                 predicted steps, and measured ones if there are any, for ui.perfetto.dev
+    report.html                everything below on one page: see `zcompile.report.program_page`
+    explain.txt                the text of `explain()`
+    NOTES.txt                  what could not be written, if anything
+    manifest.json              the files that `zcompile prove` reads, with a checksum of each line
+    trace.json                 predicted and, if available, measured steps, for ui.perfetto.dev
     program_0/
-        00_capture.py          the program as it was traced, its regions included: `zcompile.parse` reads it; of a
-                               pipeline's rank, the step of one micro-batch
-        01_split_phases.py     the same after every pass
-        01_split_phases.diff   what the pass has changed
+        00_capture.py          the traced program with its regions, for `zcompile.parse`; for a pipeline rank, the step
+                               of one micro-batch
+        01_split_phases.py     the same after each pass
+        01_split_phases.diff   the changes of the pass
         forward.py backward.py the text that runs; of a pipeline step.py
         program.json           the outer program as networkx's node-link data: bytes, FLOPs, predicted seconds
-        program.dot            the same as a drawing; program.svg where graphviz is installed
-        regions/region_0.py    each region's ATen operations
-        regions/region_0.inductor.py   what Inductor makes of it, if that is asked for
+        program.dot            the same as a drawing; program.svg if graphviz is installed
+        regions/region_0.py    the ATen operations of each region
+        regions/region_0.inductor.py   Inductor's code of the region, if requested
 
-Where a pass fails, a program's folder has the text after every pass before it, and 03_name.failed.py what it has made.
+If a pass fails, the program's folder has the text after each pass before it, and its own output: 03_name.failed.py.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ from zcompile.schedule.pipeline import Journal
 
 NOTE = "graphviz is not installed, so programs are not drawn: install it, or run `dot -Tsvg program.dot` elsewhere"
 PATIENCE = 60.0
-"""Seconds that graphviz gets for a drawing: of a very deep model it may take minutes."""
+"""Timeout of graphviz in seconds: drawing a very deep model may take minutes."""
 
 
 def check_dump(folder: str | os.PathLike[str] | None) -> None:
-    """Make the folder of a dump.
+    """Make the folder of a dump, and check that files can be written there.
 
     Raises:
-        OptionError: it cannot be made, or nothing can be written there.
+        OptionError: it cannot be made or written to.
     """
     if folder is None:
         return
@@ -79,7 +79,7 @@ def check_dump(folder: str | os.PathLike[str] | None) -> None:
 
 @contextlib.contextmanager
 def writing(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """While `what` is written to `path`: errors of the file system as our own.
+    """Convert file system errors while option `what` is written to `path`.
 
     Raises:
         OptionError: it cannot be written.
@@ -101,13 +101,13 @@ def write_dump(
     measured: Sequence[Timeline] = (),
     code: Callable[[Region], str] | None = None,
 ) -> list[str]:
-    """Write all of it to `folder`; `code` gives what Inductor makes of a region. Returns what could not be done.
+    """Write a dump to `folder`; `code` returns Inductor's code of a region. Returns notes on what could not be written.
 
     Raises:
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)  # until all is written that it names
+    (folder / MANIFEST).unlink(missing_ok=True)  # absent until all files that it names are complete
     (folder / "explain.txt").write_text(explained)
     notes: dict[str, None] = {}
     files: dict[str, list[str]] = {}
@@ -129,7 +129,7 @@ def write_dump(
         _write_regions(home / "regions", program, code)
         files[home.name] = [CAPTURE, *(path.name for path in phases if path.exists())]
         files[home.name] += [f"regions/{name}.py" for name in program.regions]
-        files[home.name] += [path.name for path in sorted(home.glob("[0-9][0-9]_*.py"))[1:][-1:]]  # its head says axes
+        files[home.name] += [path.name for path in sorted(home.glob("[0-9][0-9]_*.py"))[1:][-1:]]  # has the axes
         if journal.part is not None:
             parts[home.name] = described(part_of(journal.part, program))
         rules[home.name] = [asdict(rule) for entry in journal.entries for rule in entry.step.rules]
@@ -148,12 +148,12 @@ def write_dump(
 
 @contextlib.contextmanager
 def dumping_failures(folder: Path | None, number: int, journal: Journal) -> Iterator[None]:
-    """While passes run on program `number`: where one fails, write what `journal` has, and let the error say where.
+    """If a pass on program `number` fails, dump what `journal` has, and add the folder to the error.
 
-    Without a folder it is written, where it is zcompile's own error, to a temporary one.
+    Without a folder, failures of zcompile's own passes are dumped to a temporary folder.
 
     Raises:
-        PipelineError, ProgramError: as they come, with the folder.
+        PipelineError, ProgramError: the error of the pass, with the folder.
     """
     try:
         yield
@@ -163,7 +163,7 @@ def dumping_failures(folder: Path | None, number: int, journal: Journal) -> Iter
         home = (folder or Path(tempfile.gettempdir()) / f"zcompile_failed_{os.getpid()}") / f"program_{number}"
         try:
             _write_failed(home, journal)
-            told = f"{home} has the program after every pass up to there"
+            told = f"{home} has the program after each pass before the error"
         except OSError as refused:
             told = f"{home} cannot be written: {refused.strerror or refused}"
         fix = f"{error.fix.rstrip()}\n  Dump: {told}."
@@ -171,11 +171,11 @@ def dumping_failures(folder: Path | None, number: int, journal: Journal) -> Iter
 
 
 def _write_failed(home: Path, journal: Journal) -> None:
-    """The text before and after every pass, and what the one that failed has made."""
+    """Write the text before and after each pass, and the output of the failed pass."""
     failure = journal.failure
     assert failure is not None, "a pass has failed"
     home.mkdir(parents=True, exist_ok=True)
-    (home.parent / MANIFEST).unlink(missing_ok=True)  # it names what is not there any more
+    (home.parent / MANIFEST).unlink(missing_ok=True)  # it names files that are removed here
     _clear(home)
     if journal.entries:
         _write_passes(home, journal)
@@ -186,24 +186,24 @@ def _write_failed(home: Path, journal: Journal) -> None:
 
 
 def _text_of(program: Program) -> str:
-    """The text of a program that may be too broken to have one."""
+    """The text of a program, or of its graph if it is too broken to be printed."""
     try:
         return program.text(regions=True)
     except Exception as error:
-        return f"# it cannot be printed: {type(error).__name__}: {error}\n{program.graph}"
+        return f"# the program cannot be printed: {type(error).__name__}: {error}\n{program.graph}"
 
 
 def _clear(home: Path) -> None:
-    """Remove what another dump has left, but for drawings, which are compared."""
+    """Remove files of earlier dumps, except drawings, which `_draw` reuses."""
     phases = [home / f"{phase}.py" for phase in Phase]
     for stale in (*home.glob("[0-9][0-9]_*"), *(home / "regions").glob("region_*"), *filter(Path.exists, phases)):
         stale.unlink()
 
 
 def trace(programs: Sequence[Program], hardware: Hardware, measured: Sequence[Timeline] = ()) -> dict[str, Any]:
-    """A trace in Chrome's format: for each program its predicted step, and beside them measured steps.
+    """A trace in Chrome's format: the predicted step of each program, and measured steps.
 
-    All begin where the first measured one does.
+    Predicted steps begin at the start of the first measured step.
     """
     began = min((timeline.began for timeline in measured), default=0.0)
     events = [event for timeline in measured for event in timeline.trace_events()]
@@ -215,11 +215,11 @@ def trace(programs: Sequence[Program], hardware: Hardware, measured: Sequence[Ti
 
 
 _PREDICTED = 1_000_000
-"""The process of the first predicted step in a trace; those of measured ones are ranks."""
+"""Process id of the first predicted step in a trace; process ids of measured steps are ranks."""
 
 
 def _write_passes(home: Path, journal: Journal) -> None:
-    """The text before and after every pass, and the difference."""
+    """Write the text before and after each pass, and the differences."""
     before = _traced(journal).text(regions=True)
     (home / CAPTURE).write_text(before)
     previous = "00_capture"
@@ -234,20 +234,20 @@ def _write_passes(home: Path, journal: Journal) -> None:
 
 
 def _traced(journal: Journal) -> Program:
-    """What a program was before every pass; of a pipeline's rank, the step of one micro-batch."""
+    """The traced program before all passes; for a pipeline rank, the step of one micro-batch."""
     return journal.entries[0].before if journal.part is None else journal.part.terms.traced
 
 
 def difference(before: str, after: str, old: str, new: str) -> str:
-    """A unified diff of two texts; empty where they are equal."""
+    """A unified diff of two texts; empty if they are equal."""
     return "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), f"{old}.py", f"{new}.py"))
 
 
 def _draw(home: Path, program: Program, hardware: Hardware) -> list[str]:
-    """The program as DOT, and as SVG where graphviz is there; what went wrong, else."""
+    """Write the program as DOT, and as SVG if possible; returns notes on failures."""
     source, target, text = home / "program.dot", home / "program.svg", dot_text(program, hardware)
     if target.exists() and source.read_text() == text:
-        return []  # a model of many programs is dumped again with each of them
+        return []  # unchanged: a model is dumped again with each new program
     source.write_text(text)
     target.unlink(missing_ok=True)
     if (dot := shutil.which("dot")) is None:
@@ -256,7 +256,7 @@ def _draw(home: Path, program: Program, hardware: Hardware) -> list[str]:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        return [f"graphviz has not drawn {source} within {PATIENCE:.0f} s: it is a large program"]
+        return [f"graphviz did not draw {source} within {PATIENCE:.0f} s: the program is large"]
     except subprocess.CalledProcessError as error:
         return [f"graphviz could not draw {source}: {error.stderr.strip()}"]
     return []
@@ -305,9 +305,9 @@ class _Box:
 
 
 def dot_text(program: Program, hardware: Hardware) -> str:
-    """The program in DOT: regions, communications and what they take, forward and backward apart.
+    """The program in DOT: regions, communications and their arguments, in a cluster for each phase.
 
-    Times are those of `hardware`. Dashed edges are the order in which collectives are issued.
+    Times are predicted for `hardware`. Dashed edges show the order in which collectives are issued.
     """
     shown = [node for node in program.graph.nodes if _is_shown(node)]
     clusters = {
@@ -322,7 +322,7 @@ def dot_text(program: Program, hardware: Hardware) -> str:
 
 
 def _is_shown(node: fx.Node) -> bool:
-    """True for lines that do something, and for what they take; the results of a call are in its box."""
+    """True for lines that do something and for used inputs; the results of a call are part of its box."""
     return not isinstance(data(node).op, (Item, Results)) and bool(node.users or node.op == "call_function")
 
 

@@ -1,4 +1,4 @@
-"""What people read about a compiled model: the page of `explain()`."""
+"""The text of `explain()`: an overview of a compiled model for people."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zcompile.torch_internals.dynamo import FailOnRecompileLimitHit
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """A line that cannot be traced into a graph, and one of the modules that run as plain Python because of it."""
+    """A graph break: the line that cannot be traced, and a module that runs as plain Python because of it."""
 
     module: str
     where: str
@@ -31,13 +31,11 @@ class Break:
 
     @classmethod
     def of(cls, path: str, kind: str, error: Exception) -> Break:
-        """Read off what torch.compile raised when it traced the module at `path`, of the class `kind`."""
+        """Make a break from an error of torch.compile while it traced the module at `path`, of class `kind`."""
         name = f"{path} ({kind})" if path else kind
         if isinstance(error, FailOnRecompileLimitHit):
-            problem = (
-                "it was traced as often as torch._dynamo.config.recompile_limit allows, for numbers of plain Python"
-            )
-            return cls(name, name, f"{problem} or kinds of arguments that differ each time: TORCH_LOGS=recompiles")
+            problem = "it was traced as often as torch._dynamo.config.recompile_limit allows, because Python numbers"
+            return cls(name, name, f"{problem} or kinds of arguments change with each call: TORCH_LOGS=recompiles")
         stack = getattr(error, "real_stack", None) or ()
         where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -46,13 +44,13 @@ class Break:
 
 
 def explain_breaks(breaks: Sequence[Break]) -> str:
-    """Where graphs break and why, and which modules run as plain Python for it."""
+    """List the graph breaks: the line, the reason, and the modules that run as plain Python."""
     modules: dict[tuple[str, str], list[str]] = {}
     for found in breaks:
         modules.setdefault((found.where, found.reason), []).append(found.module)
     return "\n".join(
         f"graph break at {where}\n  {reason}\n"
-        f"  So these run as plain Python, their submodules as programs of their own: {', '.join(names)}"
+        f"  So these modules run as plain Python, and their submodules as separate programs: {', '.join(names)}"
         for (where, reason), names in modules.items()
     )
 
@@ -64,9 +62,9 @@ def explain(
     breaks: Sequence[Break] = (),
     remarks: Sequence[str] = (),
 ) -> str:
-    """Units, bytes, volume against the stage's, predicted peak memory, what overlaps what, and graph breaks.
+    """Describe units, bytes, communication volume, predicted peak memory, overlap, and graph breaks.
 
-    `remarks`: what was chosen, and why.
+    `remarks`: automatic choices and their reasons.
     """
     out = io.StringIO()
     console = Console(file=out, width=110)
@@ -90,7 +88,7 @@ def explain(
         if beside := model_line(program):
             console.print(f"  {beside}")
         console.print(f"  predicted peak of full parameters: {human_bytes(peak_full_bytes(program))}")
-        console.print(f"  predicted peak beside shards and optimizer state: {human_bytes(peak_bytes(program))}")
+        console.print(f"  predicted peak besides shards and optimizer state: {human_bytes(peak_bytes(program))}")
         for note in program.notes:
             console.print(f"  {note}", soft_wrap=True, markup=False, highlight=False)
         console.print(_overlap_table(program))
@@ -100,7 +98,7 @@ def explain(
 
 
 def layout_line(layout: Layout) -> str:
-    """The stage and the ranks."""
+    """The stage and the numbers of ranks."""
     stage = f"stage {layout.stage.number}, world {layout.world}"
     if not layout.outside:
         return stage
@@ -110,7 +108,7 @@ def layout_line(layout: Layout) -> str:
 
 
 def state_line(layout: Layout) -> str:
-    """What a rank keeps of the model from step to step."""
+    """The model state of a rank in bytes, by kind."""
     state = model_state(layout)
     kept = f"{human_bytes(state.copies)} of full copies, " if state.copies else ""
     return (
@@ -120,13 +118,13 @@ def state_line(layout: Layout) -> str:
 
 
 def owners_line(layout: Layout) -> str:
-    """How parameters that one rank each keeps whole are spread; empty if there are none."""
+    """How owned parameters are distributed among ranks; empty if there are none."""
     owned = [param for param in layout.params if param.owner is not None]
     if not owned:
         return ""
     loads = dict.fromkeys(range(layout.shards), 0)
     for param in owned:
-        assert param.owner is not None, "it is one of them"
+        assert param.owner is not None, "filtered above"
         loads[param.owner] += cost_of(param.shape)
     share = max(loads.values()) * len(loads) / sum(loads.values())
     whole = "1 parameter is" if len(owned) == 1 else f"{len(owned)} parameters are"
@@ -152,7 +150,7 @@ def _unit_table(layout: Layout) -> Table:
 
 
 def volume_text(program: Program) -> str:
-    """What each rank sends, beside what the stage allows."""
+    """The bytes that each rank sends, and the bound of its ZeRO stage."""
     world = program.layout.world
     psi = sum(param.nbytes for param in program.layout.params)
     sent = program.volume()
@@ -173,12 +171,12 @@ def volume_text(program: Program) -> str:
 
 
 def stage_bytes(program: Program) -> int:
-    """What a rank sends to other pipeline stages in a step."""
+    """Bytes that a rank sends to other pipeline stages in a step."""
     return sum(traffic.sent for node in program.nodes(Send) if (traffic := program.traffic(node)))
 
 
 def model_line(program: Program) -> str:
-    """What the model's own code communicates, as tensor parallelism does; empty if nothing."""
+    """The collectives in regions, such as those of tensor parallelism; empty if there are none."""
     result: dict[str, list[int]] = {}
     for call in program.nodes(Call):
         for node in program.regions[op_of(call, Call).region].graph.nodes:
@@ -189,7 +187,7 @@ def model_line(program: Program) -> str:
 
 
 def peak_full_bytes(program: Program) -> int:
-    """The most bytes of gathered parameters alive at once, in flight or full."""
+    """Peak bytes of gathered parameters, in flight or full."""
     alive = peak = 0
     for node in program.graph.nodes:
         op = data(node).op
@@ -206,7 +204,7 @@ def _overlap_table(program: Program) -> Table:
         body = program.body(phase)
         for start, node in enumerate(body):
             op, traffic = data(node).op, program.traffic(node)
-            if isinstance(op, Communication) and op.gives and traffic:  # what is gathered ahead hides in the next step
+            if isinstance(op, Communication) and op.gives and traffic:  # not gather_ahead: it overlaps the next step
                 table.add_row(f"{phase}: {node.name}", human_bytes(traffic.sent), escape(_hidden_by(body[start:])))
     return table
 

@@ -1,6 +1,6 @@
-"""Rendering: templates of pages, which are one file of HTML each and fetch nothing.
+"""Render pages from templates; each page is a single HTML file that fetches nothing.
 
-What is put into them is escaped: names of modules are text, whatever is in them.
+All values are escaped, so that names of modules cannot contain markup.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zcompile.report.axes import decimal_bytes, human_count, human_seconds
 
 
 def rendered(template: str, **values: Any) -> str:
-    """The page that `template` makes of `values`."""
+    """Render `template` with `values`."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("zcompile.report"),
         autoescape=True,
@@ -61,7 +61,7 @@ _IN_MARGIN = re.compile(
 
 
 def coloured(line: str) -> Markup:
-    """A line of a printed program as HTML: escaped, with tags that the style sheet colours."""
+    """A line of a printed program as escaped HTML, with tags for syntax colouring."""
     return Markup("").join(_tagged(line, _PARTS))
 
 
@@ -80,7 +80,7 @@ _FLOPS = ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"))
 
 
 def rates(hardware: Hardware) -> Iterator[str]:
-    """The rates that predictions count with: matrix products by dtype, the memory, and each link."""
+    """The rates of hardware as text: matrix products by dtype, memory, and each link."""
     by_rate: dict[float, list[str]] = {}
     for dtype, rate in hardware.flops.items():
         by_rate.setdefault(rate, []).append(dtype)

@@ -1,4 +1,4 @@
-"""The page of a plan: every choice as a dot in time and memory, and as a row with its memory by kind."""
+"""The page of a plan: each choice as a dot in a chart of time and memory, and as a row with its memory by kind."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from zcompile.report.axes import decimal_bytes, human_seconds, ticks
 from zcompile.report.pages import rates, rendered
 
 BAR = 1000
-"""Width of the bars in the table, in their own units."""
+"""Width of the bars in the table, in SVG units."""
 HEADINGS = (*CHOICE, "memory", "step", "TFLOP/s", "hidden")
-"""Of the table: the choice, and what it gives."""
+"""Headings of the table: options, and forecasts."""
 NAMED = 3
-"""Choices that are named in a sentence; others are counted."""
-WHY = "as hardware= or --hardware said; h100 is the default"
-"""Why steps are predicted for this hardware and no other."""
+"""Number of choices listed in a sentence; others are counted."""
+WHY = "chosen by hardware= or --hardware; h100 is the default"
+"""The reason for this hardware."""
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,22 @@ class Row:
     verdict: str
     """"best", "too big", "rows" or nothing."""
     note: str
-    """What is said of it behind its bar."""
+    """Text after its bar."""
     kinds: Sequence[tuple[str, float, float]]
-    """Kinds of memory, each with where it starts in the bar and how wide it is."""
+    """Kinds of memory, with their start and width in the bar."""
     x: float
-    """Of the dot, in percent from the left."""
+    """Position of the dot, in percent from the left."""
     y: float
-    """In percent from the top."""
+    """Position of the dot, in percent from the top."""
 
     @property
     def radius(self) -> float:
-        """In pixels; stage 1 is seen around stage 2, which is often as fast and as large."""
+        """Radius in pixels. Stage 1 is larger, to be visible behind stage 2, which often has the same position."""
         return {1: 8.0, 2: 5.0}.get(self.forecast.choice.stage, 6.0)
 
     @property
     def cells(self) -> Iterator[tuple[str, float | str]]:
-        """Texts, each with what its column is sorted by: figures by themselves."""
+        """The text of each cell, and the value that its column is sorted by."""
         forecast = self.forecast
         for heading, text in zip(CHOICE, choice_cells(forecast.choice), strict=True):
             yield text, (float(text or -1) if heading == "prefetch" else text)
@@ -78,7 +78,7 @@ def plan_page_text(plan: Plan) -> str:
 
 
 class PlannedWorld:
-    """What the page shows of one number of ranks."""
+    """The part of the page for one number of ranks."""
 
     def __init__(self, plan: Plan, ranks: int) -> None:
         forecasts, limit = plan.of(ranks), plan.memory_limit
@@ -103,16 +103,16 @@ class PlannedWorld:
             for number, forecast in enumerate(forecasts)
         ]
         self.limit_in_bars = limit / largest * BAR if limit <= largest else None
-        """Where the memory limit is in the bars; None if it is beyond."""
+        """Position of the memory limit in the bars; None if it is beyond them."""
         self.limit = (100 * (1 - limit / top) if is_near else 0.0) if has_limit else None
-        """In percent from the top of the chart; 0 if it is above the chart, None if there is none."""
+        """Position of the limit in percent from the top; 0 if it is above the chart, None if there is no limit."""
         self.limit_sides = {screen: self._limit_side(screen) for screen in WIDTHS}
-        """At which end of its line the limit is named, on each kind of screen: "start" or "end"."""
+        """The end of the limit's line with its label, for each kind of screen: "start" or "end"."""
         self.labels = [label for screen in WIDTHS for label in self._labels(screen)]
 
     @property
     def dots(self) -> list[Row]:
-        """The rows as dots, those above others last; above all is the best, where it has a name."""
+        """The rows in drawing order of their dots; the best choice, if it has a label, comes last."""
         named = {label.dot.number for label in self.labels if label.is_best}
         return sorted(self.rows, key=lambda dot: (dot.number in named, dot.forecast.choice.stage))
 
@@ -121,19 +121,19 @@ class PlannedWorld:
         return sorted({row.forecast.choice.stage for row in self.rows})
 
     def _limit_box(self, screen: str, side: str) -> Box:
-        """Where the limit's name would be: above its line, or below it at the top of the chart."""
+        """The box of the limit's label: above its line, or below it at the top of the chart."""
         y = (self.limit or 0.0) * HEIGHT / 100
         top = y - LINE if y > LINE else y
         left = 0.0 if side == "start" else WIDTHS[screen] - _LIMIT_NAME
         return left, top, left + _LIMIT_NAME, top + LINE
 
     def _limit_side(self, screen: str) -> str:
-        """The end of the limit's line where fewer dots are."""
+        """The end of the limit's line with fewer dots around it."""
         around = [_around(dot, WIDTHS[screen]) for dot in self.rows]
         return min(("end", "start"), key=lambda side: sum(_meet(self._limit_box(screen, side), one) for one in around))
 
     def _labels(self, screen: str) -> Iterator[Label]:
-        """Names of dots, the best first and then the fastest, each where it covers neither a dot nor another name."""
+        """Place labels, of the best choice first and then by time, so that they cover neither dots nor labels."""
         width = WIDTHS[screen]
         taken = [_around(dot, width) for dot in self.rows]
         if self.limit is not None:
@@ -156,7 +156,7 @@ class PlannedWorld:
                     break
 
     def _groups(self, screen: str) -> list[list[Row]]:
-        """Dots that stand together, those of the best choice first, then by time."""
+        """Group dots that are close together; the group of the best choice first, then by time."""
         groups: list[list[Row]] = []
         width = WIDTHS[screen]
         for dot in sorted(self.rows, key=lambda dot: (dot.forecast is not self.best, dot.x, -dot.y)):
@@ -176,9 +176,9 @@ def _note(plan: Plan, forecast: Forecast, best: Forecast | None) -> str:
 
 
 def _reason(plan: Plan, best: Forecast) -> str:
-    """Why a choice is called the best: by how much it is, and what decides between equals."""
+    """Why a choice is the best: its margin over others, and the tie-break among equally fast ones."""
     others = [one for one in plan.of(best.world) if one is not best and plan.serves(one) and plan.fits(one)]
-    taken = f"{human_seconds(best.seconds)} a step and {decimal_bytes(best.nbytes)} of a rank"
+    taken = f"{human_seconds(best.seconds)} per step and {decimal_bytes(best.nbytes)} per rank"
     if not others:
         return f"{taken}. Nothing else fits."
     equal = [one for one in others if one.seconds == best.seconds]
@@ -186,10 +186,8 @@ def _reason(plan: Plan, best: Forecast) -> str:
     said = [taken]
     if equal:
         least = min(one.nbytes for one in equal)
-        decides = (
-            "takes the least memory" if least > best.nbytes else "is the first of those that take the least memory"
-        )
-        said.append(f"of {len(equal) + 1} choices that are as fast it {decides} (the others: {_listed(equal)})")
+        decides = "takes the least memory" if least > best.nbytes else "is the first with the least memory"
+        said.append(f"of {len(equal) + 1} equally fast choices it {decides} (the others: {_listed(equal)})")
     if slower:
         said.append(f"the next, {name_of(slower[0])}, takes {_share(slower[0].seconds / best.seconds - 1)} longer")
     smaller = [one for one in slower if one.seconds < 1.01 * best.seconds and one.nbytes < best.nbytes]
@@ -220,34 +218,34 @@ def _kinds(forecast: Forecast, largest: int) -> Iterator[tuple[str, float, float
 
 
 HEIGHT = 340
-"""Of the chart, in pixels of any screen."""
+"""Height of the chart, in pixels."""
 WIDTHS = {"wide": 1000, "narrow": 290}
-"""Of the chart on a desktop and on a phone, about: names are placed for each."""
+"""Approximate widths of the chart on a desktop and on a phone, in pixels; labels are placed for both."""
 LETTER, LINE = 7, 16
-"""Width and height of a letter of a name, in pixels, about."""
+"""Approximate width and height of a letter, in pixels."""
 NEAR = {"wide": 9, "narrow": 14}
-"""Pixels between dots that have one name."""
+"""Greatest distance in pixels between dots that share a label."""
 LONGEST = {"wide": 48, "narrow": 26}
-"""Letters of a name; what would have longer ones has none."""
+"""Greatest length of a label; longer labels are left out."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """The name of dots that stand together, on one kind of screen."""
+    """The label of a group of dots, on one kind of screen."""
 
     screen: str
     x: float
     y: float
     text: str
     dot: Row
-    """What it names, or the first of it."""
+    """The first dot of its group."""
     away: int
-    """How far to the right of its dot it begins, in pixels; it ends to the left of it, if this is negative."""
+    """Horizontal distance from its dot in pixels; negative for a label to the left of it."""
     is_best: bool
 
     @property
     def is_led_to(self) -> bool:
-        """True if it does not stand beside its dot, so that a line leads there."""
+        """True if it is not level with its dot, so that a leader line is drawn."""
         return abs(self.y - self.dot.y) * HEIGHT / 100 > 1
 
 
@@ -257,7 +255,7 @@ def name_of(forecast: Forecast) -> str:
 
 
 def _name(near: Sequence[Forecast], all_of_them: Sequence[Forecast]) -> str:
-    """What choices have in common; no word of what none of them chooses, or all there are differ in."""
+    """The options that choices share. Omits options that none sets, and prefetches if all of them are present."""
     cells = list(zip(*(choice_cells(forecast.choice) for forecast in near), strict=True))
     stages, prefetches, checkpoints, dtypes = (sorted(set(column)) for column in cells)
     among = {choice_cells(one.choice)[1] for one in all_of_them if choice_cells(one.choice)[0] in stages}
@@ -274,11 +272,11 @@ Box = tuple[float, float, float, float]
 
 
 _LIMIT_NAME = 90.0
-"""Width of the limit's name, in pixels, about."""
+"""Approximate width of the limit's label, in pixels."""
 
 
 _AROUND = {"wide": [(dx, dy) for dy in (0, -LINE, LINE) for dx in (12, -12)], "narrow": [(12, 0), (-12, 0)]}
-"""Where a name may begin, in pixels from its dot, the nearest first."""
+"""Candidate offsets of a label from its dot, in pixels, the nearest first."""
 _AROUND_BEST = sorted(
     ((dx, LINE * lines) for dx in (12, -12, 28, -28, 56, -56) for lines in range(-8, 9)),
     key=lambda place: math.hypot(*place),

@@ -1,7 +1,7 @@
-"""The page: a program as one file of HTML, its text, timeline, memory, collectives and passes marked in each other.
+"""The report page: text, timeline, memory, collectives and passes of a program in one HTML file, linked to each other.
 
-Python works everything out and the template writes it down; what runs in the browser only marks what belongs together.
-Nothing is fetched. Text of the program, names of modules above all, is escaped by the template.
+Everything is computed in Python and written by the template; scripts only highlight related elements. Nothing is
+fetched. The template escapes the text of programs and the names of modules.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ from zcompile.report.pages import rates, rendered
 from zcompile.schedule.pipeline import Journal, JournalEntry
 
 MOST_CHANGED = 1500
-"""Lines of a difference that are shown: passes before the outlining of regions change operations by thousands."""
+"""Most lines of a diff that are shown: passes before regions are outlined may change thousands of operations."""
 GIVEN = "given as hardware="
-"""Why a step is predicted for this hardware and no other, where its caller has said so."""
+"""The reason for this hardware, if the caller has given it."""
 
 NAMES = {
     "exposed": "exposed communication",
     "message": "communication in flight",
     "backward": "backward, of a pipeline",
 }
-"""What kinds of bars are called where their own name is too short."""
+"""Names of kinds of bars in the legend, if different from the kind."""
 
 
 @dataclass(frozen=True)
 class PageLine:
-    """A line of the program's text; of one without a node only the text is there."""
+    """A line of the program's text; a line without a node has only text."""
 
     text: str
     node: str = ""
     start: str = ""
-    """When it runs, in percent of the step."""
+    """Start and end, in percent of the step."""
     end: str = ""
     about: str = ""
-    """The moment, and the memory of a rank."""
+    """Its time, and the memory of a rank then."""
 
 
 @dataclass(frozen=True)
 class PageStep:
-    """A pass: what it needs and leaves, and what it has changed."""
+    """A pass and its diff."""
 
     entry: JournalEntry
     diff: Sequence[tuple[str, str, str]]
-    """Lines of the difference: what each is (added, removed, a place, or context), its sign, and its text."""
+    """Lines of the diff: kind (added, removed, place or context), sign, and text."""
 
     @property
     def added(self) -> int:
-        """How many lines of the difference are new."""
+        """Number of added lines."""
         return sum(kind == "added" for kind, *_ in self.diff)
 
     @property
     def removed(self) -> int:
-        """How many are gone."""
+        """Number of removed lines."""
         return sum(kind == "removed" for kind, *_ in self.diff)
 
 
@@ -82,9 +82,9 @@ def write_page(
     *,
     why: str = GIVEN,
 ) -> Path:
-    """Write the page of a model's programs; `measured` steps stand beside the predicted ones.
+    """Write the page of a model's programs, with predicted and `measured` steps.
 
-    `ranks`: of a pipeline, the programs of the ranks along its axis. `why`: why steps are predicted for `hardware`.
+    `ranks`: the programs of all ranks of a pipeline. `why`: the reason for `hardware`.
 
     Raises:
         OSError: the file cannot be written.
@@ -105,7 +105,7 @@ def page_text(
     """The page as HTML."""
     programs = [journal.entries[-1].after for journal in journals]
     own = {program.digest(): program for program in programs} if ranks else {}
-    ranks = [own.get(one.digest(), one) for one in ranks]  # one that was parsed names its lines otherwise
+    ranks = [own.get(one.digest(), one) for one in ranks]  # parsed programs have other node names
     along = simulate_pipeline(ranks, hardware) if ranks else []
     told = [_predicted(program, hardware, ranks, along) for program in programs]
     sections = [
@@ -119,7 +119,7 @@ def page_text(
 
 
 def _predicted(program: Program, hardware: Hardware, ranks: Sequence[Program], along: Sequence[Timeline]) -> Timeline:
-    """The predicted step: of a rank of a pipeline, whose timelines are `along`, with the others."""
+    """The predicted step of a program; of a pipeline rank, its timeline in `along`, as long as the longest."""
     for one, timeline in zip(ranks, along, strict=True):
         if one is program:
             return replace(timeline, seconds=max(other.seconds for other in along))
@@ -127,7 +127,7 @@ def _predicted(program: Program, hardware: Hardware, ranks: Sequence[Program], a
 
 
 class _Section:
-    """What the template shows of one program."""
+    """The data of one program for the template."""
 
     def __init__(
         self, number: int, journal: Journal, told: Timeline, hardware: Hardware, measured: Sequence[Timeline]
@@ -148,7 +148,7 @@ class _Section:
 
 
 def _figures(program: Program, told: Timeline, curve: Curve | None) -> Iterator[tuple[str, str, str]]:
-    """What is wanted first: its name, the figure, and what belongs to it."""
+    """The key figures: name, figure, and details."""
     layout = program.layout
     exposed, hidden = human_seconds(told.exposed), human_seconds(told.hidden or 0.0)
     yield "predicted step", human_seconds(told.seconds), f"{exposed} of it waiting for communication, {hidden} hidden"
@@ -173,7 +173,7 @@ def _overview(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def _lines(program: Program, told: Timeline, curve: Curve | None) -> Iterator[PageLine]:
-    """The text of the program, without the blank line that it may begin with."""
+    """The lines of the program, without a leading blank line."""
     lines = lines_with_nodes(program)
     for text, node in lines[1:] if lines and not lines[0][0].strip() else lines:
         if curve and node in curve.spans:
@@ -186,7 +186,7 @@ def _lines(program: Program, told: Timeline, curve: Curve | None) -> Iterator[Pa
 
 
 def _collectives(program: Program, told: Timeline) -> Iterator[tuple[fx.Node, Sequence[str]]]:
-    """A row for each: phase, operation, unit, messages, bytes, and seconds predicted in flight and waited for."""
+    """Table rows: phase, operation, unit, messages, bytes, and predicted seconds in flight and waited for."""
     flown = {message.node: message.end - message.start for message in told.messages or ()}
     waited: dict[str, float] = {}
     for event in told.events:
@@ -206,12 +206,12 @@ def _step(entry: JournalEntry) -> PageStep:
     lines = list(_changes(entry.before.text().splitlines(), entry.after.text().splitlines()))
     shown = lines[:MOST_CHANGED]
     if more := len(lines) - len(shown):
-        shown.append(("place", "", f"... and {more} lines more: they are in what dump() writes"))
+        shown.append(("place", "", f"... and {more} more lines, which dump() writes"))
     return PageStep(entry, shown)
 
 
 def _changes(before: Sequence[str], after: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """A unified difference; lines that differ in how far apart their columns stand are the same."""
+    """The lines of a unified diff that ignores the spacing of columns."""
     old, new = ([(len(line) - len(line.lstrip()), *line.split()) for line in text] for text in (before, after))
     for group in SequenceMatcher(None, old, new).get_grouped_opcodes(3):
         (_, a, _, b, _), (*_, c, _, d) = group[0], group[-1]
