@@ -1,4 +1,4 @@
-"""Dispatch: modes, subclasses of tensors, and ways around them."""
+"""Dispatch: modes, tensor subclasses, and ways to bypass them."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = ["TorchDispatchMode"]
-"""What is passed on from torch as it is."""
+"""Names re-exported unchanged from torch."""
 
 
 def outside_modes() -> contextlib.AbstractContextManager[Any]:
-    """No mode sees the operations inside: neither a tracer, whose tensors are not real, nor one of the user's."""
+    """Hide operations from all dispatch modes: from tracers, which use fake tensors, and from the user's modes."""
     outside: contextlib.AbstractContextManager[Any] = _disable_current_modes()
     return outside
 
 
 _STATE = ["requires_grad", "is_leaf", "grad", "grad_fn", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"]
 STATE = frozenset(getattr(torch.Tensor, name).__get__ for name in _STATE)
-"""Functions that `__torch_function__` is called with for reads of what has nothing to do with a tensor's values."""
+"""Functions passed to `__torch_function__` for reads that do not depend on a tensor's values."""
 _GRADIENT: Any = torch.Tensor.grad
 SET_GRADIENT = _GRADIENT.__set__
-"""That for writes of `.grad`."""
+"""The function passed to it for writes of `.grad`."""
 
 
 no_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = DisableTorchFunctionSubclass
-"""Inside, a tensor subclass's `__torch_function__` is not called."""
+"""Within this context, `__torch_function__` of tensor subclasses is not called."""
 
 
 @contextlib.contextmanager
 def subclasses_dispatched() -> Iterator[None]:
-    """Inside, operations on DTensors are DTensor's, also where torch reads numbers for `torch.tensor([number])`.
+    """Dispatch operations on DTensors to DTensor, even while torch reads the elements of `torch.tensor([dtensor])`.
 
-    There it leaves the classes of tensors out, and would read memory that a DTensor does not have.
+    There torch excludes the Python dispatch keys, and would read memory that a DTensor does not have.
     """
     with torch._C._PreserveDispatchKeyGuard():
         for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
@@ -45,16 +45,16 @@ def subclasses_dispatched() -> Iterator[None]:
 
 
 def modes_of_user() -> list[TorchDispatchMode]:
-    """The dispatch modes that are active, the outermost first; none where torch's own tracing is among them."""
+    """The active dispatch modes, outermost first; none while torch itself is tracing."""
     found = _get_current_dispatch_mode_stack()
     return [] if any(mode.is_infra_mode() for mode in found) else found
 
 
 @contextlib.contextmanager
 def modes_aside(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
-    """Inside, these dispatch modes, all that are active, are not: under any of them torch.compile compiles nothing.
+    """Deactivate `modes`, which are all active ones: under any dispatch mode torch.compile compiles nothing.
 
-    They are left and entered again as their base class does: their own methods would begin their counts anew.
+    Exits and enters them by the base class's methods, since a mode's own methods may reset its state.
     """
     for mode in reversed(modes):
         TorchDispatchMode.__exit__(mode, None, None, None)
@@ -67,7 +67,7 @@ def modes_aside(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def modes_back(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
-    """Inside `modes_aside`, they are active."""
+    """Within `modes_aside`, activate the modes again."""
     for mode in modes:
         TorchDispatchMode.__enter__(mode)
     try:

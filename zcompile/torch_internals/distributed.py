@@ -10,60 +10,60 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import schedules as pipelining_schedules  # tables of actions
+from torch.distributed.pipelining import schedules as pipelining_schedules  # action tables
 
 from zcompile.torch_internals.dynamo import quiet
 
 
 def default_store() -> dist.Store:
-    """The store behind the default process group: ranks meet there without a collective, with a deadline."""
+    """The store of the default process group, for exchanges with a deadline and without a collective."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long the ranks of a group may wait for each other: the timeout given to `init_process_group`."""
+    """The timeout of a group, as given to `init_process_group`."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend of a group for tensors on `device`; a RuntimeError if it has none."""
+    """The name of a group's backend for `device`, in lower case. Raises RuntimeError if there is none."""
     name: str = group._get_backend(device).name()
     return name.lower()
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
-    """True if the other ranks of a group are not there: its backend is torch's "fake", alone or beside another."""
+    """True if a group has torch's "fake" backend, alone or among others, so that its other ranks do not exist."""
     return "fake" in {backend_name(group, device) for device in group._device_types}
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let the ranks of a gloo group wait for each other as long as `timeout` from now on."""
-    # torch 2.14 made it public, and its old name warns.
+    """Set the timeout of a gloo group."""
+    # Public since torch 2.14, where the private name warns.
     change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     change(timeout, group)
 
 
 def gloo_of(group: dist.ProcessGroup) -> Any:
-    """The gloo backend of a group, which sends and receives tensors of the host."""
+    """The gloo backend of a group, for CPU tensors."""
     return group._get_backend(torch.device("cpu"))
 
 
 def connect_hosts(name: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo backend that connects the hosts of `size` ranks, which meet by `name`; a RuntimeError if they do not.
+    """A gloo backend that connects `size` ranks, which find each other by `name`. Raises RuntimeError on a timeout.
 
-    It is no group of torch's, which counts these: ranks that have not made equally many would not find each other.
+    It is not a process group: torch numbers groups, so ranks that have made different numbers of groups would not meet.
     """
     return dist.ProcessGroupGloo(dist.PrefixStore(name, default_store()), rank, size, timeout)
 
 
 def gather_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Where the gathers of a group go. Where it is all ranks', on NCCL: a group of their own, one for all who ask.
+    """The group for gathers: a separate group if `group` is the whole world on NCCL, else `group` itself.
 
-    On the stream of one group a gather would wait for the reductions before it. Its stream has a high priority, too: a
-    gather is waited for by the next kernels, which would else be scheduled before it. New groups are made by all ranks
-    of a world together, so other groups than its keep their one. Collective over the ranks when first called.
+    A group has one stream, on which a gather would wait for earlier reductions. The new group's stream also has a high
+    priority, because the next kernels wait for gathers, and would otherwise be scheduled before them. Only the whole
+    world gets one, because all ranks must make a new group together; callers share it. Collective in the first call.
     """
     if backend_name(group, device) != dist.Backend.NCCL or group.size() != dist.get_world_size():
         return group
@@ -84,7 +84,7 @@ _GATHERS = "zcompile: gathers"
 def gather_together(
     group: dist.ProcessGroup, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
 ) -> dist.Work:
-    """all_gather of several tensors by one launch."""
+    """all_gather of several tensors in one launch."""
     work: dist.Work = group.allgather_into_tensor_coalesced(list(fulls), list(shards))
     return work
 
@@ -92,46 +92,46 @@ def gather_together(
 def reduce_together(
     group: dist.ProcessGroup, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType
 ) -> dist.Work:
-    """reduce_scatter of several tensors by one launch."""
+    """reduce_scatter of several tensors in one launch."""
     options = dist.ReduceScatterOptions()
-    options.reduceOp = op  # type: ignore[assignment]  # as torch's own functions take either
+    options.reduceOp = op  # type: ignore[assignment]  # torch's own functions accept both types
     work: dist.Work = group.reduce_scatter_tensor_coalesced(list(shards), list(fulls), options)
     return work
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each tensor to its target, which may be of another dtype or device; on GPUs by as few kernels as can be."""
+    """Copy each source to its target, which may have another dtype or device; on GPUs with few kernels."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
 def add_all(sums: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
-    """Add each tensor to its sum, in place, by few kernels on a GPU."""
+    """Add each tensor to its sum, in place; on GPUs with few kernels."""
     torch._foreach_add_(list(sums), list(others))
 
 
 def chunk_cat(tensors: Sequence[torch.Tensor], chunks: int, out: torch.Tensor) -> None:
-    """Each tensor's rows in `chunks` parts, as `Shard(0)` divides, padded with zeros; `out`: these by part, flat."""
+    """Split rows of each tensor into `chunks` as `Shard(0)` does, zero-padded; write them to flat `out`, by chunk."""
     torch._chunk_cat(list(tensors), 0, chunks, out=out)
 
 
 def close_connections(backend: Any, rank: int, size: int) -> None:
-    """End whatever waits for a message on a gloo backend: one that times out closes this process's connections."""
+    """Close this process's connections of a gloo backend, by a receive that times out, so that peers stop waiting."""
     for other in range(size):
-        # Waiting for a rank that has died fails at once and closes nothing, so one that lives has to be found.
+        # A receive from a dead rank fails at once and closes nothing, so try all ranks.
         if other != rank:
             with contextlib.suppress(RuntimeError):
                 backend.recv([torch.empty(1)], other, _NEVER).wait(timedelta(milliseconds=1))
 
 
 _NEVER = (1 << 31) - 1
-"""The tag of a message that nobody sends."""
+"""A tag that no message has."""
 
 
 def pipeline_order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[str]]:
-    """The actions of a schedule of torch.distributed.pipelining by rank, as torch prints them; `F;B` pairs one by one.
+    """The actions of each rank in a schedule of torch.distributed.pipelining, as torch prints them; pairs are split.
 
-    Raise ValueError for a number of micro-batches that the schedule is not for.
+    Raises ValueError if the schedule does not allow this number of micro-batches.
     """
     count = ranks * stages_per_rank
     own = [

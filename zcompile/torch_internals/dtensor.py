@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
-from torch.distributed.tensor.placement_types import (  # rows of what another dimension gave
+from torch.distributed.tensor.placement_types import (  # shards of shards of a later mesh dimension
     _StridedShard as StridedShard,
 )
 
 __all__ = ["StridedShard"]
-"""What is passed on from torch as it is."""
+"""Names re-exported unchanged from torch."""
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor, without autograd: all of it or, of a DTensor, the local tensor itself.
+    """This rank's part of a tensor, without autograd: the local tensor itself of a DTensor, else a detached alias.
 
-    That has a version counter of its own, and `to_local()` costs 10 us.
+    The local tensor has its own version counter. `to_local()` would take 10 us.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -44,7 +44,7 @@ def gradients_laid_out_alike(parameters: Iterable[DTensor], kind: type[DTensor])
 
 
 def mesh_size(tensor: torch.Tensor) -> int:
-    """Ranks of the mesh that a DTensor lies on; 1 for a plain tensor."""
+    """Number of ranks of a DTensor's mesh; 1 for a plain tensor."""
     return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
 
 
@@ -60,7 +60,7 @@ def all_laid_out_like(
 
 
 def give_up(parameter: torch.nn.Parameter) -> None:
-    """Let go of a parameter's memory: of a DTensor that of the local tensor."""
+    """Free the memory of a parameter, or of its local tensor if it is a DTensor."""
     empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     if isinstance(parameter, DTensor):
         parameter._local_tensor = empty
@@ -69,17 +69,17 @@ def give_up(parameter: torch.nn.Parameter) -> None:
 
 
 def joint_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """The mesh of two dimensions that `first` and `second` are dimensions of; a RuntimeError if there is none."""
+    """The 2-D mesh with the dimensions `first` and `second`. Raises RuntimeError if they have no common root mesh."""
     return DeviceMesh._concatenate([first, second])
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that `mesh` was sliced or flattened from; itself if from none."""
+    """The mesh that `mesh` was sliced or flattened from, or `mesh` itself."""
     return mesh._get_root_mesh()
 
 
 def with_joined_dims(mesh: DeviceMesh, joined: DeviceMesh, last: DeviceMesh) -> DeviceMesh:
-    """`mesh` with all dimensions but the last as one, by the groups of `joined`, which they are, and of `last`."""
+    """`mesh` with all dimensions but the last joined into one, with the groups of `joined` and `last`."""
     names = (*(joined.mesh_dim_names or ("dp",)), *(last.mesh_dim_names or ("tp",)))
     groups = [joined.get_group(), last.get_group()]
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh.flatten(0, -2), mesh_dim_names=names)
@@ -88,8 +88,8 @@ def with_joined_dims(mesh: DeviceMesh, joined: DeviceMesh, last: DeviceMesh) -> 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """All ranks of a mesh as one dimension. Collective over the mesh that it was sliced from.
 
-    `_flatten` takes it that this is all ranks there are: where others do the same with theirs at once, as the stages of
-    a pipeline do, it calls both groups alike, and they meet in each other's connections.
+    `_flatten` assumes that the root mesh has all ranks of the world. If several meshes are flattened at the same time,
+    as by the stages of a pipeline, it gives their groups the same name, and they connect to each other.
     """
     if root_mesh(mesh).size() == dist.get_world_size():
         return mesh._flatten()
@@ -98,10 +98,10 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def forget_meshes() -> None:
-    """Let what DTensor remembers of operations go: the meshes in it may have groups that are destroyed.
+    """Clear DTensor's caches, whose meshes may have destroyed groups.
 
-    A mesh equals another of the same ranks and names, whatever its groups, so an operation on a new one would give what
-    was remembered of the old one.
+    Meshes compare equal by ranks and names, not by groups, so that operations on a new mesh would hit entries of an old
+    one.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache_clear()
@@ -117,14 +117,14 @@ def forget_meshes() -> None:
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor laid out like `tensor` over another local tensor, which may be on another device than the mesh."""
+    """A DTensor with the spec of `tensor` and another local tensor, which may be on another device than the mesh."""
     return DTensor(local, tensor._spec, requires_grad=False)
 
 
 def copyable(tensor: DTensor) -> DTensor:
-    """The same DTensor, over the same memory, for torch's own copies: copy.deepcopy, torch.distributed.checkpoint.
+    """A DTensor over the same memory for copy.deepcopy and torch.distributed.checkpoint.
 
-    They read the storage of the DTensor itself, which has none, where its local tensor begins inside its own storage.
+    These use the storage offset of the DTensor itself, and fail if its local tensor has an offset into its storage.
     """
     local = local_tensor(tensor)
     outside = with_local(tensor, local.as_strided(local.shape, local.stride(), 0))

@@ -1,4 +1,4 @@
-"""Dynamo: captures, what it can raise, and what it knows of a frame."""
+"""Dynamo: captures, errors, and its state of the traced frame."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._dynamo import patch_dynamo_config as patch_dynamo_config  # settings for what is traced within
+from torch._dynamo import patch_dynamo_config as patch_dynamo_config  # settings within traced code
 from torch._dynamo.callback import callback_handler  # called around each compilation
-from torch._dynamo.eval_frame import (  # what torch.compile makes
+from torch._dynamo.eval_frame import (  # results of torch.compile
     OptimizedModule,
     _TorchDynamoContext,
 )
-from torch._dynamo.exc import (  # what a capture can raise
+from torch._dynamo.exc import (  # errors of a capture
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     InternalTorchDynamoError,
@@ -26,13 +26,13 @@ from torch._dynamo.exc import (  # what a capture can raise
     Unsupported,
     UserError,
 )
-from torch._dynamo.symbolic_convert import InstructionTranslator  # what of a frame is being traced
+from torch._dynamo.symbolic_convert import InstructionTranslator  # the frame being traced
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import NewGlobalVariable
 from torch._guards import TracingContext
-from torch._guards import tracing as retracing  # a graph compiled again for other parameters, as for late backwards
+from torch._guards import tracing as retracing  # to compile a graph again, for other parameters or a late backward
 
 from zcompile.torch_internals.operators import replayed_random, saved_random
 
@@ -46,28 +46,27 @@ __all__ = [
     "patch_dynamo_config",
     "retracing",
 ]
-"""What is passed on from torch as it is."""
+"""Names re-exported unchanged from torch."""
 
 
 def handed_on() -> set[int]:
-    """To a backend that is called: identities of tensors that the traced code returns or stores as it was given them.
+    """Within a call of a backend: ids of input tensors that the traced code returns or stores unchanged.
 
-    The graph has none of them as a result, for Dynamo takes them from where they came from; `.data` counts as what it
-    is of.
+    They are not outputs of the graph, because Dynamo reloads them from their sources. `x.data` counts as `x`.
     """
     frame, found = InstructionTranslator.current_tx(), set[int]()
     effects = frame.output.side_effects
     given = {id(variable.unwrap()): identity for identity, variable in effects.id_to_variable.items()}
 
     def see(variable: Any) -> None:
-        # `isinstance` would make an input of the graph of what nothing has read yet.
+        # `isinstance` would realize a lazy variable, which adds an input to the graph.
         if issubclass(type(variable), LazyVariableTracker):
             found.add(id(variable.peek_value()))
         elif issubclass(type(variable), TensorVariable) and variable.source is not None:
             node = variable.as_proxy().node
             while node.op != "placeholder" and node.all_input_nodes:
                 node = node.all_input_nodes[0]
-            read = node.meta.get("grapharg")  # none where the graph does not read it
+            read = node.meta.get("grapharg")  # None if the graph does not read it
             found.add(given.get(id(variable), 0) if read is None else id(read.example))
 
     written = [variable for variable in effects.id_to_variable.values() if effects.is_modified(variable)]
@@ -77,10 +76,10 @@ def handed_on() -> set[int]:
 
 
 def python_writes() -> Iterator[tuple[int, str]]:
-    """To a backend that is called: what the traced code writes but tensors, which is done where it is run, not here.
+    """Within a call of a backend: writes of the traced code to Python objects, which Dynamo performs at run time.
 
-    Of each write the identity of the object, and the attribute; no name for what a container has. What code sets back
-    to what it was, as Transformers' models do with a global flag, is no write.
+    Yields the id of the object and the attribute for each write; "" for items of a container. Values that are set back,
+    as Transformers' models do with a global flag, do not count.
     """
     output = InstructionTranslator.current_tx().output
     effects, scope = output.side_effects, output.global_scope
@@ -94,7 +93,7 @@ def python_writes() -> Iterator[tuple[int, str]]:
 
 
 def _has(variable: Any, name: str, stored: Any, scope: dict[str, Any]) -> bool:
-    """True if the object of a variable, or a global variable, which is read in `scope`, is already as it is stored."""
+    """True if the attribute of a variable's object, or the global variable in `scope`, already has the stored value."""
     now = stored.as_python_constant()
     try:
         if isinstance(variable, NewGlobalVariable) and variable.source is not None:
@@ -107,25 +106,25 @@ def _has(variable: Any, name: str, stored: Any, scope: dict[str, Any]) -> bool:
 
 
 def name_of_source(source: Any) -> str:
-    """Where Dynamo has found a value, as Python."""
+    """A Python expression for the source of a value in Dynamo."""
     name: Any = source.name
-    return str(name() if callable(name) else name)  # a method up to torch 2.11
+    return str(name() if callable(name) else name)  # `name` is a method up to torch 2.11
 
 
 def tracing_context() -> Any:
-    """What Dynamo knows of the graph that it compiles now: symbols of varying sizes, and the fake tensors of inputs."""
+    """Dynamo's context of the graph being compiled: symbols of dynamic sizes, and fake inputs. None outside."""
     return TracingContext.try_get()
 
 
 @dataclass(frozen=True)
 class AroundCompiling:
-    """Calls before and after each compilation of Dynamo's; `torch.compiler.reset()` forgets them."""
+    """Callbacks before and after each compilation by Dynamo; `torch.compiler.reset()` removes them."""
 
     start: Callable[..., None]
     end: Callable[..., None]
 
     def ensure(self) -> None:
-        """Register the calls, unless they are."""
+        """Register the callbacks if they are not registered."""
         if self.start not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(self.start)
             callback_handler.register_end_callback(self.end)
@@ -137,11 +136,11 @@ class AroundCompiling:
 
 
 def modules_given_to(backends: Sequence[object]) -> Iterator[torch.nn.Module]:
-    """The modules that `torch.compile` was called with, themselves or by a method of theirs, and one of `backends`.
+    """The modules that `torch.compile` was called on, directly or by a method, with one of `backends`.
 
-    They are looked for among all objects that live, which takes a tenth of a second.
+    Searches all live objects, which takes about 0.1 s.
     """
-    # By their identity: a metaclass may leave its classes without a hash.
+    # Compare classes by id: a metaclass may make classes unhashable.
     kinds = {id(FunctionType), *map(id, _subclasses(OptimizedModule))}
     for found in [found for found in gc.get_objects() if id(type(found)) in kinds]:
         contexts: Iterable[Any] = ()
@@ -156,12 +155,12 @@ def modules_given_to(backends: Sequence[object]) -> Iterator[torch.nn.Module]:
 
 
 def _subclasses(kind: type[Any]) -> set[type[Any]]:
-    """`kind` and all below it."""
+    """`kind` and all its subclasses."""
     return {kind}.union(*map(_subclasses, kind.__subclasses__()))
 
 
 def _owner(method: Any) -> Any:
-    """Whose method it is, past the functions that Dynamo wraps around it; None of a function."""
+    """The module that a method, which Dynamo may have wrapped, belongs to; None for a function."""
     while method is not None and not isinstance(getattr(method, "__self__", None), torch.nn.Module):
         method = getattr(method, "__wrapped__", None)
     return getattr(method, "__self__", None)
@@ -175,7 +174,7 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _backend_of(context: Any) -> Any:
-    """The backend in what Dynamo makes of it, past its wrappers and that of `torch.compile`; None of anything else."""
+    """The backend in a context of torch.compile, without wrappers; None for any other object."""
     if not isinstance(context, _TorchDynamoContext):
         return None
     inner: Any = context.callback
@@ -185,7 +184,7 @@ def _backend_of(context: Any) -> Any:
 
 
 def compile_plainly(module: fx.GraphModule, inputs: Sequence[Any], backend: str) -> Callable[..., Any]:
-    """A graph of Dynamo's as `torch.compile` compiles it by itself."""
+    """Compile a graph of Dynamo's as `torch.compile` itself does."""
     if backend == "eager":
         return module.forward
     from torch._inductor.compile_fx import compile_fx
@@ -194,12 +193,12 @@ def compile_plainly(module: fx.GraphModule, inputs: Sequence[Any], backend: str)
 
 
 def graph_obstacle(graph: fx.Graph) -> str:
-    """Why an ATen graph cannot be captured as a CUDA graph; empty if it can."""
+    """Why an ATen graph cannot be captured as a CUDA graph; empty if it can be captured."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
-    # What keeps or replays a generator's state reads it on the host.
+    # Operations that save or replay a generator's state read it on the host.
     ours = next((node for node in graph.nodes if node.target in (saved_random, replayed_random)), None)
-    holder: Any = SimpleNamespace(graph=graph)  # of the module, torch reads no more
+    holder: Any = SimpleNamespace(graph=graph)  # torch reads only this attribute of the module
     node = ours or get_first_incompatible_cudagraph_node(holder)
     return f"CUDA graphs cannot have {node.target}" if node is not None else ""
 
@@ -207,16 +206,16 @@ def graph_obstacle(graph: fx.Graph) -> str:
 def captured(
     run: Callable[[list[Any]], list[Any]], sizes: Collection[int], fixed: Collection[int], results: int, device: int
 ) -> Callable[[list[Any]], list[Any]]:
-    """`run`, which empties the list that it is called with, as nodes of torch's tree of CUDA graphs for a device.
+    """Capture `run`, which empties the list that it is called with, in torch's CUDA graph trees.
 
-    The first call warms up. A node is recorded for each path on which it is called again, and replayed from then on.
+    The first call warms up. Later calls record a node for each new path in the tree, and replay it from then on.
 
     Args:
-        run: It takes tensors of the device, and sizes.
-        sizes: The arguments that are sizes; for others than before, new nodes are recorded.
-        fixed: The arguments that lie at the same place in each step. A node for which one does not is recorded anew.
-        results: How many tensors it gives. Once Python holds none that a path has given, the next one overwrites them.
-        device: The index of the device.
+        run: Takes tensors on the device, and sizes.
+        sizes: Indices of arguments that are sizes; new values are recorded as new nodes.
+        fixed: Indices of arguments with the same address in each step; a node is recorded again if an address changes.
+        results: Number of returned tensors. Hazard: later replays overwrite them once Python holds none of a path's.
+        device: Index of the device.
     """
     from torch._inductor.cudagraph_trees import cudagraphify_impl
 
@@ -235,13 +234,13 @@ def captured(
 
 
 def no_log_of_failures() -> contextlib.AbstractContextManager[None]:
-    """While a graph is traced: torch raises the error of an operation that cannot be computed, without logging it."""
+    """While a graph is traced: do not log errors of operations, which torch raises as well."""
     return quiet("torch._subclasses.fake_tensor")
 
 
 @contextlib.contextmanager
 def quiet(name: str) -> Iterator[None]:
-    """Nothing is logged by one logger."""
+    """Silence one logger."""
     logger = logging.getLogger(name)
     logger.addFilter(_refuse)
     try:

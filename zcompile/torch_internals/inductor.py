@@ -1,4 +1,4 @@
-"""Inductor: graphs compiled to code, and what it asks for."""
+"""Inductor: compiling graphs, and their generated code."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor.output_code import OutputCode
-from torch._ops import OpOverload  # kinds of call targets in an ATen graph, and where their names lead
+from torch._ops import OpOverload  # the type of call targets in an ATen graph
 
 from zcompile.torch_internals.dynamo import quiet
 
 __all__ = ["OutputCode"]
-"""What is passed on from torch as it is."""
+"""Names re-exported unchanged from torch."""
 
 
 def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[[list[Any]], Any]:
-    """Compile an ATen graph of fake inputs by Inductor; the result is called with a list, which it empties.
+    """Compile an ATen graph with fake inputs by Inductor; the result takes a list of arguments, and empties it.
 
-    `torch._inductor.standalone_compile` is documented, but lives in a private module.
+    `torch._inductor.standalone_compile` is documented, but in a private module.
     """
     compiled = _standalone(graph_module, example_inputs)
-    # torch puts a module's own tensors in front of the list in the function that is left out.
+    # The function that `_boxed_inside` skips would prepend the module's own tensors, so it is kept if there are any.
     own = any(True for _ in itertools.chain(graph_module.parameters(), graph_module.buffers()))
     return _boxed_inside(compiled) if not own else lambda box: compiled(*box)
 
 
 _ARTIFACTS = "torch._inductor.standalone_compile"
-"""The logger that warns where an artifact cannot be saved, which is nobody's concern: we save none."""
+"""The logger that warns if an artifact cannot be saved; zcompile saves none."""
 
 
 _REGIONS = {"config_patches": {"triton.cudagraphs": False}}
-"""A region reads full parameters, which are somewhere else in each step: a CUDA graph would read what was there."""
+"""No CUDA graphs: the addresses of full parameters change in each step, and a graph would read the old ones."""
 
 
 def inductor_code(graph_module: fx.GraphModule, example_inputs: list[Any]) -> str:
-    """The code that Inductor writes for an ATen graph of fake inputs: Python, with kernels in C++ or Triton in it.
+    """The code that Inductor generates for an ATen graph with fake inputs: Python with C++ or Triton kernels.
 
-    `torch._inductor.utils.get_code` is what torch's own tests look at generated code with.
+    torch's own tests use `torch._inductor.utils.get_code` for this.
     """
     from torch._inductor import config
     from torch._inductor.utils import get_code
@@ -51,9 +51,9 @@ def inductor_code(graph_module: fx.GraphModule, example_inputs: list[Any]) -> st
 
 
 def _standalone(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    from torch._inductor import standalone_compile  # importing Inductor takes a second; eager users do not pay for it
+    from torch._inductor import standalone_compile  # imported lazily: it takes a second, which eager users do not need
 
-    # "from_graph" looks for the fake mode, whose symbols name the varying sizes, where Dynamo leaves it.
+    # "from_graph" takes the fake mode, with the symbols of dynamic sizes, from Dynamo's metadata.
     for node in graph_module.graph.output_node().all_input_nodes:
         node.meta["example_value"] = node.meta["val"]
     with quiet(_ARTIFACTS):
@@ -61,9 +61,10 @@ def _standalone(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Call
 
 
 def _boxed_inside(compiled: Any) -> Callable[[list[Any]], Any]:
-    """What standalone_compile's result calls with a list, which is emptied: arguments are freed behind their last use.
+    """The inner function of standalone_compile's result: it takes a list and frees arguments after their last use.
 
-    The result itself takes positional arguments and holds them. Where torch has wrapped it otherwise, so does this.
+    The result itself takes positional arguments and keeps them alive. If torch's wrappers are not as expected, this
+    does the same.
     """
     found = None
     function = getattr(compiled, "_compiled_fn", None)
@@ -75,16 +76,15 @@ def _boxed_inside(compiled: Any) -> Callable[[list[Any]], Any]:
 
 
 def prepare_inductor(device: torch.device) -> Callable[[], None]:
-    """Let Inductor compile a kernel that does nothing in a thread, while models are traced.
+    """Compile an empty kernel with Inductor in a thread, while models are traced; returns a function that waits for it.
 
-    Before its first kernel for the CPU it asks gcc which vector instructions it and the processor know, for 6 to 10 s
-    where caches are empty, and precompiles its headers, or preprocesses them to know that it has. Should the thread
-    fail, so will the compilation of regions, which reports it. The result waits for the thread: what it asks keeps its
-    answers without a lock, so nothing may be compiled meanwhile.
+    Before its first CPU kernel, Inductor asks gcc for supported vector instructions, which takes 6 to 10 s if caches
+    are empty, and precompiles or preprocesses its headers. If the thread fails, so will the compilation of regions,
+    which reports the error. Hazard: Inductor caches the answers without a lock, so wait before compiling anything.
     """
     if device.type != "cpu":
         return lambda: None
-    # All that is imported is imported here: its modules import each other, which two threads must not do at once.
+    # Import here, not in the thread: two threads must not import Inductor's modules, which import each other, at once.
     from torch._inductor import codecache, compile_fx, cpp_builder, cpu_vec_isa  # noqa: F401
 
     def compile_kernel() -> None:
@@ -98,7 +98,7 @@ def prepare_inductor(device: torch.device) -> Callable[[], None]:
 
 
 def force_stride_order() -> OpOverload:
-    """Inductor's own operation, (tensor, strides) -> the tensor in memory of that order, which may be its own."""
+    """Inductor's own operation (tensor, strides) -> tensor with strides of that order; may return its argument."""
     from torch._inductor.inductor_prims import force_stride_order as force
 
     operation: OpOverload = force
@@ -106,7 +106,7 @@ def force_stride_order() -> OpOverload:
 
 
 def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """What Inductor replaces operations by before it compiles a graph."""
+    """Inductor's decompositions of operations."""
     from torch._inductor.decomposition import select_decomp_table
 
     table: Mapping[Any, Callable[..., Any]] = select_decomp_table()

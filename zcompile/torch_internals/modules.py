@@ -1,4 +1,4 @@
-"""Tables of modules: parameters, buffers, hooks, and what checkpoints name."""
+"""Tables of modules: parameters, buffers and hooks; types in checkpoint metadata."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys  # what `load_state_dict` gives back
+from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys  # the result of `load_state_dict`
 
 from zcompile.torch_internals.dispatch import no_torch_function
 
 __all__ = ["LoadedKeys"]
-"""What is passed on from torch as it is."""
+"""Names re-exported unchanged from torch."""
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The table of a module's own parameters, to read and to write: assignment by attribute would refuse tensors."""
+    """The table of a module's own parameters, to read and write: attribute assignment would refuse plain tensors."""
     return module._parameters
 
 
 def parameters_at(places: Iterable[tuple[nn.Module, str]]) -> list[nn.Parameter | None]:
-    """What stands in each module under each name; None for nothing."""
+    """The parameter of each module under each name; None if there is none."""
     tables = [(module._parameters, key) for module, key in places]
     return [table[key] if key in table else None for table, key in tables]  # noqa: SIM401  # a call for each
 
 
 def put_parameters(places: Iterable[tuple[nn.Module, str]], values: Iterable[nn.Parameter | None]) -> None:
-    """Let the modules have these values under these names."""
+    """Set the parameter of each module under each name."""
     for (module, key), value in zip(places, values, strict=True):
         module._parameters[key] = value
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The table of a module's own buffers, to read and to write."""
+    """The table of a module's own buffers, to read and write."""
     return module._buffers
 
 
 def load_post_hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """The table of the hooks that run when a module has been loaded."""
+    """The table of a module's load post-hooks."""
     return module._load_state_dict_post_hooks
 
 
 def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The table of the modules right below a module."""
+    """The table of a module's direct children."""
     return module._modules
 
 
@@ -55,18 +55,18 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 @dataclass(slots=True)
 class TensorPlace:
-    """A place in a module tree that holds a parameter or a buffer; what is tied has several."""
+    """A place in a module tree that holds a parameter or buffer; tied ones have several places."""
 
     path: str
-    """The module's."""
+    """Path of the module."""
     module: nn.Module
     key: str
     table: dict[str, Any]
-    """The module's parameters or its buffers."""
+    """The table of the module's parameters or buffers."""
     held: torch.Tensor
-    """What stood there when the place was found."""
+    """The tensor at this place when the place was made."""
     value: Any = None
-    """What is to stand or be written there, for whoever looks for it; None where nothing is."""
+    """The value to put or write there, set by users of the place; None for no change."""
 
     @property
     def name(self) -> str:
@@ -74,12 +74,12 @@ class TensorPlace:
 
     @property
     def saved(self) -> bool:
-        """True for what a state dict holds: all but buffers that are not persistent."""
+        """True if a state dict has it: all but non-persistent buffers."""
         return is_persistent(self.module, self.key)
 
 
 def tensor_places(named: Iterable[tuple[str, nn.Module]]) -> Iterator[TensorPlace]:
-    """Every parameter and buffer right in modules, which are given with their paths."""
+    """Every parameter and buffer directly in the given modules."""
     for path, module in named:
         tables: tuple[dict[str, Any], dict[str, Any]] = (parameters_of(module), buffers_of(module))
         for table in tables:
@@ -107,18 +107,18 @@ METADATA_TYPES: Mapping[str, frozenset[str]] = {
     "pathlib": frozenset({"Path", "PosixPath", "PurePosixPath"}),
     "pathlib._local": frozenset({"Path", "PosixPath", "PurePosixPath"}),  # Python 3.13
 }
-"""What the `.metadata` of torch.distributed.checkpoint is pickled from beside dtypes, by module; torch 2.1 and newer.
+"""Types besides dtypes in pickled `.metadata` of torch.distributed.checkpoint, by module; since torch 2.1.
 
-None of these does more than to keep what it is given.
+All are plain containers of data, and safe to unpickle.
 """
 
 
 _COUNTS_BYTES = "torch.distributed._tools.mem_tracker"
-"""Its hooks count the bytes of a gradient; it has a second one on the same parameters, which runs."""
+"""Its `register_hook` hooks only count bytes of gradients, as its post-accumulate hooks do, which zcompile runs."""
 
 
 def with_gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The parameters on which the user has called `register_hook`: such a hook sees what autograd carries, not ours."""
+    """Parameters with hooks of the user's `register_hook`, which do not run for gradients that zcompile assigns."""
     with no_torch_function():
         hooked = [(parameter, hooks) for parameter in parameters if (hooks := parameter._backward_hooks)]
     return [
@@ -129,22 +129,22 @@ def with_gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor
 
 
 def hook_tables(modules: Iterable[torch.nn.Module]) -> list[Mapping[int, Callable[..., Any]]]:
-    """Where hooks of calls and of their backwards are: those of all modules there are, then those of `modules`."""
+    """Tables of forward and backward hooks: the global tables, then the tables of `modules`."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
     everywhere = [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds]
     return [*everywhere, *(getattr(module, f"_{kind}_hooks") for module in modules for kind in kinds)]
 
 
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module: the names that DistributedDataParallel is to leave alone, which it reads first of all."""
+"""Attribute of a module with the names that DistributedDataParallel ignores, which it reads before anything else."""
 
 
 STATE_HOOKS = tuple(
     f"_{kind}_hooks" for kind in ("state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post")
 )
-"""Attributes of a module: the tables of its hooks of state dicts, and of loading them."""
+"""Attributes of a module with its state dict hooks and load hooks."""
 
 
 def replace_state_dict(module: torch.nn.Module, convert: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
-    """Let `module.state_dict()` give what `convert` makes of it; the public hook may only change it in place."""
+    """Let `module.state_dict()` return `convert(state)`; the public hook may only change the state in place."""
     module._register_state_dict_hook(lambda _, state, *__: convert(state))

@@ -1,4 +1,4 @@
-"""Operators: their schemas, kernels and kinds, and collectives among them."""
+"""Operators: schemas, kernels, autocast, and collectives."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._higher_order_ops.invoke_subgraph import invoke_subgraph  # a call of torch.compiler.nested_compile_region
-from torch._ops import (  # kinds of call targets in an ATen graph, and where their names lead
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph  # calls of torch.compiler.nested_compile_region
+from torch._ops import (  # types of call targets in an ATen graph
     HigherOrderOperator,
     OpOverload,
     OpOverloadPacket,
 )
 from torch._ops import _OpNamespace as OpNamespace
-from torch._prims.rng_prims import run_and_save_rng_state as saved_random  # (op, ...) -> generator's state, result
+from torch._prims.rng_prims import run_and_save_rng_state as saved_random  # (op, ...) -> generator state, result
 from torch._prims.rng_prims import run_with_rng_state as replayed_random  # (state, op, ...) -> the same result
-from torch._prims_common import suggest_memory_format  # the format that the strides of a tensor come closest to
-from torch._subclasses.fake_tensor import FakeTensor  # values of traced and of parsed programs
+from torch._prims_common import suggest_memory_format  # the memory format nearest to a tensor's strides
+from torch._subclasses.fake_tensor import FakeTensor  # values of traced and parsed programs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves  # leaves of nested containers
 
@@ -32,27 +32,27 @@ __all__ = [
     "saved_random",
     "suggest_memory_format",
 ]
-"""What is passed on from torch as it is."""
+"""Names re-exported unchanged from torch."""
 
 
 def writes_arguments(operation: OpOverload) -> bool:
-    """True for an operation that changes what it is given."""
+    """True for an operation that writes to its arguments."""
     return bool(operation._schema.is_mutable)
 
 
 def written_arguments(operation: OpOverload) -> list[tuple[int, str]]:
-    """The arguments that an operation changes, each by its place and its name."""
+    """The index and name of each argument that an operation writes to."""
     arguments = enumerate(operation._schema.arguments)
     return [(place, argument.name) for place, argument in arguments if argument.is_write]
 
 
 def defaults_of(operation: OpOverload) -> dict[str, Any]:
-    """The arguments of an operation in order, each with its default."""
+    """The names of an operation's arguments in order, with defaults."""
     return {argument.name: argument.default_value for argument in operation._schema.arguments}
 
 
 def operator_named(name: str) -> Any:
-    """The operation that calls itself `aten::add.Tensor`, or the higher-order one that calls itself `cond`."""
+    """The operation named, for instance, `aten::add.Tensor`, or the higher-order operation `cond`."""
     if "::" not in name:
         return getattr(torch.ops.higher_order, name)
     space, _, rest = name.partition("::")
@@ -61,20 +61,20 @@ def operator_named(name: str) -> Any:
 
 
 def namespace_of(operation: OpOverload | OpOverloadPacket) -> str:
-    """Of an operator `aten::add`: `aten`."""
+    """The namespace of an operator: `aten` for `aten::add`."""
     name: str = operation.name() if isinstance(operation, OpOverload) else operation._qualified_op_name
     return name.partition("::")[0]
 
 
 def attention_kernels() -> tuple[int, ...]:
-    """Which kernels of scaled_dot_product_attention may be chosen, and which first: see `torch.nn.attention`."""
+    """The enabled kernels of scaled_dot_product_attention, its reduction setting, and the order of priority."""
     kinds = ("math", "flash", "mem_efficient", "cudnn", "overrideable")
     enabled = (bool(getattr(torch._C, f"_get_{kind}_sdp_enabled")()) for kind in kinds)
     return *enabled, torch._C._get_math_sdp_allow_fp16_bf16_reduction(), *torch._C._get_sdp_priority_order()
 
 
 def autocast_operations(kind: str) -> dict[str, OpOverload]:
-    """The operations that autocast treats on devices of this kind, by their names in a library of ATen's."""
+    """The ATen operations with an autocast kernel for this kind of device, by name without `aten::`."""
     key = _autocast_key(kind)
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     treated = [name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)]
@@ -87,9 +87,9 @@ def autocast_operations(kind: str) -> dict[str, OpOverload]:
 
 @contextlib.contextmanager
 def other_kernels(kind: str, kernels: Mapping[str, Callable[..., Any] | None]) -> Iterator[None]:
-    """Inside, autocast on devices of this kind does this to operations of ATen's; to those without a kernel, nothing.
+    """Replace autocast kernels of ATen operations for this kind of device, in all threads. None: no cast.
 
-    For all threads. `torch.library.Library` without the name with which it can be taken back is public.
+    The public `torch.library.Library` has no public way to remove the kernels again.
     """
     with warnings.catch_warnings(), torch.library._scoped_library("aten", "IMPL") as library:
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
@@ -103,7 +103,7 @@ def _autocast_key(kind: str) -> str:
 
 
 def random_state(drawn: Any) -> torch.Tensor:
-    """A fake of the state of the generator that drew these fake numbers."""
+    """A fake tensor for the state of the generator that drew these fake numbers."""
     tensor = next(leaf for leaf in tree_leaves(drawn) if isinstance(leaf, FakeTensor))
     generator = torch if tensor.device.type == "cpu" else torch.get_device_module(tensor.device)
     state: torch.Tensor = tensor.fake_mode.from_tensor(generator.get_rng_state(), static_shapes=True)
@@ -111,12 +111,12 @@ def random_state(drawn: Any) -> torch.Tensor:
 
 
 def is_collective(target: object) -> bool:
-    """True for a collective, or a wait for one, within a region: those that DTensors make."""
+    """True for a functional collective or its wait, as DTensors issue within regions."""
     return isinstance(target, OpOverload) and target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
 
 
 class CollectiveCalls(TorchDispatchMode):
-    """While regions run, compiled ones too: what `note` gives for the name and result of each of their collectives."""
+    """While regions run, compiled or not: collects `note(name, result)` for each collective in them."""
 
     def __init__(self, note: Callable[[str, torch.Tensor], Any]) -> None:
         super().__init__()
@@ -132,9 +132,9 @@ class CollectiveCalls(TorchDispatchMode):
 
 
 class GivenCollectives(TorchDispatchMode):
-    """While regions run, compiled ones too: collectives do nothing, and give what `results` say, in order.
+    """While regions run, compiled or not: replaces collectives by `results`, in order, and runs none.
 
-    What a wait gives is the value, anything before it only laid out alike.
+    Only results of waits need values; results of the collectives before them need only the layout.
     """
 
     def __init__(self, results: Iterator[torch.Tensor]) -> None:
@@ -147,6 +147,6 @@ class GivenCollectives(TorchDispatchMode):
         name, first = func.overloadpacket.__name__, args[0]
         several = isinstance(first, (list, tuple))
         given = [next(self.results) for _ in (first if several else [first])]
-        if name == "wait_tensor":  # what compiled code goes on with may be its argument
+        if name == "wait_tensor":  # write to the argument, too: compiled code may continue with it
             return first.copy_(given[0])
         return first if name.endswith("_") else given if several else given[0]

@@ -1,4 +1,4 @@
-"""Steps of optimizers, their hooks, and scales of gradients."""
+"""Optimizer steps, step hooks, and GradScaler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T", bound=type)
 
 
 def supports_foreach(kind: T) -> T:
-    """Tell optimizers and clipping that foreach kernels take this kind of DTensor, as torch tells them of DTensor."""
+    """Register a DTensor subclass for the foreach kernels of optimizers and clipping, as torch does with DTensor."""
     lists: tuple[list[Any], ...] = (optimizer_foreach_types, clipping_foreach_types)
     for kinds in lists:
         if kind not in kinds:
@@ -24,32 +24,32 @@ def supports_foreach(kind: T) -> T:
 
 
 def unhooked_step(optimizer: Optimizer) -> None:
-    """A step of `optimizer` without the hooks around it: torch wraps the step of every class of optimizers once."""
+    """Step `optimizer` without hooks, which are in a wrapper that torch puts around each class's `step`."""
     step = type(optimizer).step
     getattr(step, "__wrapped__", step)(optimizer)
 
 
 def no_step_hooks() -> dict[str, Any]:
-    """Attributes of an optimizer without hooks of its own: a `step` that calls its base class's meets them again."""
+    """Attributes of an optimizer without hooks, because a `step` that calls its base class's would run them again."""
     return {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
 
 
 def innermost_hooks(
     optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., None]
 ) -> list[torch.utils.hooks.RemovableHandle]:
-    """Have `before` run last of all hooks before a step of `optimizer`, and `after` first of those after it."""
+    """Register `before` as the last step pre-hook of `optimizer`, and `after` as the first post-hook."""
     handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks).move_to_end(handles[-1].id, last=False)
     return handles
 
 
 def has_step_pre_hooks(optimizer: Optimizer) -> bool:
-    """True if `register_step_pre_hook` was called on the optimizer."""
+    """True if the optimizer has hooks of `register_step_pre_hook`."""
     return bool(optimizer._optimizer_step_pre_hooks)
 
 
 def steps_of_scale(scaler: torch.amp.GradScaler) -> torch.Tensor:
-    """For how many steps a scale that is in use has stood, int32 [], on the scaler's device."""
+    """Number of steps since the scale last changed, an int32 0-d tensor on the scaler's device, after `scale()`."""
     tracker = scaler._growth_tracker
-    assert tracker is not None, "scale() makes it"
+    assert tracker is not None, "scale() initializes it"
     return tracker

@@ -1,4 +1,4 @@
-"""Containers of values."""
+"""Nested containers of values."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ from torch.utils._pytree import (  # leaves of nested containers
 from torch.utils._pytree import tree_leaves_with_path as leaves_by_path
 
 __all__ = ["leaves_by_path", "register_pytree_node", "tree_leaves", "tree_map_only"]
-"""What is passed on from torch as it is."""
+"""Names re-exported unchanged from torch."""

@@ -1,4 +1,4 @@
-"""Sizes that vary, and fake tensors."""
+"""Dynamic sizes, and fake tensors."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._guards import TracingContext  # a graph compiled again for other parameters
-from torch._subclasses.fake_tensor import (  # values of traced and of parsed programs
+from torch._guards import TracingContext  # Dynamo's context of the graph being compiled
+from torch._subclasses.fake_tensor import (  # values of traced and parsed programs
     FakeTensor,
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # an `if` on a size of the data's own
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # an `if` on a data-dependent size
 
 __all__ = ["FakeTensor", "FakeTensorMode", "GuardOnDataDependentSymNode"]
-"""What is passed on from torch as it is."""
+"""Names re-exported unchanged from torch."""
 
 
 def untraced_sizes() -> contextlib.AbstractContextManager[Any]:
-    """While a graph is traced: what is done with varying sizes inside is no operation of the graph."""
+    """While a graph is traced: keep arithmetic on dynamic sizes out of the graph."""
     outside: contextlib.AbstractContextManager[Any] = disable_proxy_modes_tracing()
     return outside
 
 
 def expression_of(size: torch.SymInt) -> Any:
-    """A size that varies, as an expression of sizes of inputs."""
+    """A dynamic size as an expression of the sizes of inputs."""
     return size.node.expr
 
 
 def size_of_expression(expression: Any, *, mode: FakeTensorMode) -> Any:
-    """The size of `expression_of` in another run of the tracer, that of `mode`; raise ValueError for unknown sizes."""
+    """The inverse of `expression_of` in another trace, that of `mode`. Raises ValueError for unknown symbols."""
     known = mode.shape_env.backed_var_to_val if mode.shape_env is not None else {}
     if mode.shape_env is None or not expression.free_symbols <= known.keys():
-        raise ValueError(f"{expression} is of sizes that do not vary here")
+        raise ValueError(f"{expression} has sizes that are not dynamic here")
     return mode.shape_env.create_symintnode(expression, hint=int(expression.xreplace(known)))
 
 
 def no_new_guards(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
-    """Within, what is looked at of sizes that vary says nothing of which the traced code is for."""
+    """Do not add guards when dynamic sizes are inspected."""
     if mode.shape_env is None:
         return contextlib.nullcontext()
     suppressed: contextlib.AbstractContextManager[None] = mode.shape_env.suppress_guards()
@@ -49,7 +49,7 @@ def no_new_guards(mode: FakeTensorMode) -> contextlib.AbstractContextManager[Non
 def empty_laid_out(
     shape: Sequence[Any], stride: Sequence[Any], offset: Any, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """An uninitialised tensor of this shape and strides, which begins `offset` elements into its memory."""
+    """An uninitialised tensor of this shape and strides, with a storage offset of `offset` elements."""
     if not is_symbolic(offset) and not offset:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
     extent = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -57,7 +57,7 @@ def empty_laid_out(
 
 
 def of_fixed_sizes(tensor: torch.Tensor) -> torch.Tensor:
-    """While Dynamo compiles: a fake of a tensor that it has not seen. AOTAutograd's own would have sizes that vary."""
+    """While Dynamo compiles: a fake of a tensor new to it, with static sizes; AOTAutograd would make them dynamic."""
     context = TracingContext.try_get()
     if context is None or context.fake_mode is None:
         return tensor
@@ -66,5 +66,5 @@ def of_fixed_sizes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_symbolic(value: object) -> bool:
-    """True for a size that varies between runs."""
+    """True for a symbolic (dynamic) size or number."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
