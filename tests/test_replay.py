@@ -273,7 +273,7 @@ def test_files_that_are_no_recordings_stay(tmp_path: Path) -> None:
     (tmp_path / "rank_0" / "thesis.tex").write_text("")
     model = make("mlp")
     before = dict(model.named_parameters())
-    with pytest.raises(OptionError, match=r"^record: '.*rank_0' has files that are no recording's"):
+    with pytest.raises(OptionError, match=r"^record: '.*rank_0' has files that are not of a recording"):
         zcompile.compile(model, backend="eager", record=tmp_path)
     assert all(after is before[name] for name, after in model.named_parameters())
     with pytest.raises(OptionError, match=r"^record: is '/proc/record', which cannot be written"):
@@ -285,7 +285,7 @@ def test_one_recording_is_made_at_a_time(tmp_path: Path) -> None:
     compiled = alone(None)
     with (
         compiled.record(tmp_path / "one"),
-        pytest.raises(OptionError, match=r"^record: one is being made in .*one/rank_0\.\n"),
+        pytest.raises(OptionError, match=r"^record: another recording is active in .*one/rank_0\.\n"),
         compiled.record(tmp_path / "other"),
     ):
         pass
@@ -513,13 +513,13 @@ def first_value(home: Path) -> Path:
 BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "index edited": (
         lambda home: (home / INDEX).write_text((home / INDEX).read_text().replace("eager", "lazy")),
-        r"recording.json: was edited: it is not what its checksum is of",
+        r"recording.json: was edited: its checksum does not match",
     ),
-    "index truncated": (lambda home: truncate(home / INDEX), r"recording.json: is no index of a recording"),
-    "index missing": (lambda home: (home / INDEX).unlink(), r"rank_0/recording.json: there is none"),
+    "index truncated": (lambda home: truncate(home / INDEX), r"recording.json: is not the index of a recording"),
+    "index missing": (lambda home: (home / INDEX).unlink(), r"rank_0/recording.json: does not exist"),
     "run truncated": (
         lambda home: truncate(home / "run_001_backward.json"),
-        r"run_001_backward.json: was truncated or edited: its \d+ bytes are not what was recorded",
+        r"run_001_backward.json: was truncated or edited: the checksum of its \d+ bytes does not match",
     ),
     "run missing": (lambda home: (home / "run_000_forward.json").unlink(), r"run_000_forward.json: cannot be read"),
     "program edited": (
@@ -531,10 +531,10 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "value missing": (lambda home: first_value(home).unlink(), r"values/\w+.bin: cannot be read: No such file"),
     "torch": (lambda home: with_about(home, torch="2.0.0"), r"was recorded with torch 2.0.0, and this is "),
     "format": (lambda home: with_about(home, format=2), r"was recorded with format 2, and this is 1"),
-    "no run": (lambda home: with_about(home, runs=[]), r"recording.json: has no run"),
+    "no run": (lambda home: with_about(home, runs=[]), r"recording.json: has no runs"),
     "no number": (
         lambda home: edited(home, "run_000_forward.json", lambda text: text.replace('"shape": [', '"shape": ["', 1)),
-        r"run_000_forward.json: is no record of a run",
+        r"run_000_forward.json: is not the record of a run",
     ),
     "another call": (
         lambda home: edited(home, "run_000_forward.json", lambda text: text.replace('"region_1"', '"region_0"', 1)),
@@ -579,7 +579,7 @@ def test_a_broken_recording_is_an_error_that_names_the_file(broken: Path, how: s
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rank", 317], r"rank_317/recording.json: there is none.\n  Fix: there are recordings of ranks 0"),
+        (["--rank", 317], r"rank_317/recording.json: does not exist.\n  Fix: there are recordings of ranks 0"),
         (["--rank", 0, "--until", "forward:900"], r"forward.py, line 900: there is no line to stop after"),
         (["--rank", 0, "--until", "sideways:3"], r"sideways:3: there is no run 'sideways'"),
         (["--rank", 0, "--until", "no_such_value"], r"no_such_value: no recorded line makes a value of this name"),

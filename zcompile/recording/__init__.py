@@ -1,1 +1,1 @@
-"""Recordings: what one rank's runs of programs were given and what each line of them gave, on disk."""
+"""Recordings on disk: the inputs of a rank's runs of programs, and the results of each line."""

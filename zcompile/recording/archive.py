@@ -1,7 +1,4 @@
-"""A recording as it is read, with its programs and values: each file is compared with its checksum.
-
-What is wrong is an error that names the file.
-"""
+"""Read a recording: its programs and values. Each file is compared with its checksum, and errors name the file."""
 
 from __future__ import annotations
 
@@ -29,33 +26,33 @@ from zcompile.torch_internals.sizes import FakeTensorMode, empty_laid_out
 
 
 def damaged(subject: str | Path, problem: str) -> ReplayError:
-    """The error for what of a recording cannot be used."""
+    """The error for an unusable part of a recording."""
     return ReplayError(str(subject), problem, "record the step again")
 
 
 @dataclass(frozen=True)
 class ArchivedRun:
-    """A run as the index has it."""
+    """A run in the index."""
 
     name: str
     phase: Phase
     program: str
     """The folder of its program."""
     raised: str
-    """What it ended with, if it did not come to its end."""
+    """The error that ended it; empty if it finished."""
 
 
 class Archive:
     """The recording of one rank.
 
     Raises:
-        ReplayError: it is not there, or its index is damaged or of other versions.
+        ReplayError: there is no recording, or its index is damaged or of other versions.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.home = rank_folder(folder, rank)
         if not (self.home / INDEX).exists():
-            raise ReplayError(str(self.home / INDEX), "there is none", _other_ranks(folder))
+            raise ReplayError(str(self.home / INDEX), "does not exist", _other_ranks(folder))
         self.about = self._index()
         self._check_versions()
 
@@ -65,10 +62,10 @@ class Archive:
             outer = json.loads(path.read_text())
             index: str = outer["index"]
             if digest_of(index.encode()) != outer["checksum"]:
-                raise damaged(path, "was edited: it is not what its checksum is of")
+                raise damaged(path, "was edited: its checksum does not match")
             found: dict[str, Any] = json.loads(index)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise damaged(path, f"is no index of a recording: {error}") from error
+            raise damaged(path, f"is not the index of a recording: {error}") from error
         return found
 
     def _check_versions(self) -> None:
@@ -81,27 +78,27 @@ class Archive:
 
     @cached_property
     def runs(self) -> list[ArchivedRun]:
-        """The runs, in order; raise ReplayError if there is none."""
+        """The runs in order. Raises ReplayError if there are none."""
         found = [ArchivedRun(**{**run, "phase": Phase(run["phase"])}) for run in self.about["runs"]]
         if not found:
-            fix = "record a call of the model: `record=` waits for the first one that trains"
-            raise ReplayError(str(self.home / INDEX), "has no run: nothing has run while it was made", fix)
+            fix = "record a call of the model: `record=` waits for the first training call"
+            raise ReplayError(str(self.home / INDEX), "has no runs: nothing ran during the recording", fix)
         return found
 
     @property
     def device(self) -> torch.device:
-        """The device of the recorded kind that this process replays on; raise ReplayError if there is none."""
+        """The device for the replay, of the recorded kind. Raises ReplayError if there is none."""
         recorded = torch.device(self.about["device"])
         if recorded.type == "cpu":
             return recorded
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None or found.type != recorded.type:
-            problem = f"was recorded on {self.about['processor']} ({recorded}), and there is none here"
-            raise ReplayError(str(self.home), problem, "replay it on a machine with one")
+            problem = f"was recorded on {self.about['processor']} ({recorded}), and there is no such device here"
+            raise ReplayError(str(self.home), problem, "replay it on a machine with such a device")
         return torch.device(recorded.type, torch.accelerator.current_device_index())
 
     def text(self, name: str) -> str:
-        """A text of the recording; raise ReplayError if it is missing, truncated or edited."""
+        """A text file of the recording. Raises ReplayError if it is missing, truncated or edited."""
         return self._content(self.home / name, self.about["files"].get(name)).decode()
 
     def _content(self, path: Path, digest: str | None) -> bytes:
@@ -110,26 +107,26 @@ class Archive:
         except OSError as error:
             raise damaged(path, f"cannot be read: {error.strerror}") from error
         if digest_of(content) != digest:
-            raise damaged(path, f"was truncated or edited: its {len(content)} bytes are not what was recorded")
+            raise damaged(path, f"was truncated or edited: the checksum of its {len(content)} bytes does not match")
         return content
 
     def calls(self, run: ArchivedRun) -> dict[str, Any]:
-        """What was recorded of a run: states of random generators before it, and its calls."""
+        """The record of a run: states of random generators before it, and its calls."""
         text = self.text(f"{run.name}.json")
         try:
             found: dict[str, Any] = json.loads(text)
         except ValueError as error:
-            raise damaged(self.home / f"{run.name}.json", f"is no record of a run: {error}") from error
+            raise damaged(self.home / f"{run.name}.json", f"is not the record of a run: {error}") from error
         return found
 
     def tensor(self, noted: Tensor) -> torch.Tensor:
-        """A tensor whose bytes were kept; raise ReplayError if they are missing, or not those that were recorded."""
+        """A tensor whose bytes were kept. Raises ReplayError if they are missing or do not match their digest."""
         content = self._content(self.home / "values" / f"{noted.digest}.bin", noted.digest)
         device = torch.device(noted.device)
         return noted.made(content, device if device.type == "cpu" else self.device)
 
     def described(self) -> str:
-        """What it is of, in a line."""
+        """A description in one line."""
         about, runs = self.about, len(self.about["runs"])
         return (
             f"rank {about['rank']}: {runs} run{'s' * (runs != 1)}, {about['backend']} on {about['device']} "
@@ -138,7 +135,7 @@ class Archive:
 
 
 def ranks_of(folder: Path) -> list[int]:
-    """The ranks that a folder has recordings of."""
+    """The ranks with recordings in a folder."""
     found = folder.glob(f"rank_*/{INDEX}")
     return sorted(int(path.parent.name.removeprefix("rank_")) for path in found if path.parent.name[5:].isdigit())
 
@@ -158,7 +155,7 @@ Find = Callable[[Tensor], torch.Tensor]
 
 
 def rebuilt(value: Described, program: Program, find: Find) -> Any:
-    """A value that was recorded; `find` gives tensors."""
+    """Rebuild a recorded value; `find` returns the tensors."""
     kind = value["kind"]
     if kind == "tensor":
         return find(Tensor.read(value))
@@ -178,15 +175,13 @@ def rebuilt(value: Described, program: Program, find: Find) -> Any:
 
 
 def read_program(archive: Archive, folder: str) -> Program:
-    """A program of a recording, its regions' values laid out as when they were traced; or a ReplayError."""
+    """Parse a recorded program, and restore the layouts of its regions' traced values. Raises ReplayError."""
     text, name = archive.text(f"{folder}/program.py"), str(archive.home / folder / "program.py")
     values: Mapping[str, Any] = json.loads(archive.text(f"{folder}/regions.json"))
     for region, about in values.items():
         if about["graphs"]:
-            problem = (
-                f"{region} calls graphs of its own ({', '.join(about['graphs'])}), which programs have no text for"
-            )
-            raise ReplayError(name, problem, "compile without what makes them, such as flex_attention or torch.cond")
+            problem = f"{region} calls subgraphs ({', '.join(about['graphs'])}), which have no text in programs"
+            raise ReplayError(name, problem, "record without higher-order operations: flex_attention, torch.cond")
     try:
         program = parse(text)
     except ParseError as error:
@@ -198,7 +193,7 @@ def read_program(archive: Archive, folder: str) -> Program:
 
 
 def varying(archive: Archive, folder: str) -> frozenset[str]:
-    """The regions of a program that were compiled for any size of some dimension."""
+    """The regions of a program that were compiled with dynamic sizes."""
     about = json.loads(archive.text(f"{folder}/regions.json"))
     return frozenset(name for name, one in about.items() if any(value["varies"] for value in _flat(one["values"])))
 
@@ -212,7 +207,7 @@ def _flat(values: Any) -> Iterator[dict[str, Any]]:
 
 
 def _lay_out(region: Region, values: Sequence[Any], device: torch.device, mode: FakeTensorMode, name: str) -> None:
-    """Give the nodes of a region that was parsed the values that were traced; devices are those of this process."""
+    """Give the nodes of a parsed region fake values with the recorded layouts, on the devices of this process."""
     nodes = list(region.printed_nodes())
     if len(nodes) != len(values):
         problem = f"{region.name} has {len(nodes)} values, and {len(values)} were recorded"

@@ -1,18 +1,18 @@
-"""Recording: programs run with a copy of what their lines give, in a folder that `zcompile replay` reads.
+"""Recording: run programs and copy the results of their lines to a folder that `zcompile replay` reads.
 
-A folder has, for each rank that records,
+The folder has, for each rank that records,
 
     rank_0/
-        recording.json              what ran, on what, by which versions; checksums of the other texts
-        run_000_forward.json        a run, call by call: digests of what each gave; states of random generators
+        recording.json              the runs, device and versions; checksums of the other text files
+        run_000_forward.json        a run, call by call: digests of all results; states of random generators
         run_001_backward.json
         programs/2f6c.../
-            program.py              the program with its units and regions: `zcompile.parse` reads it
+            program.py              the program with its units and regions, for `zcompile.parse`
             forward.py backward.py  the text that runs
-            regions.json            what the text of regions leaves out: strides and devices
-        values/9b1e....bin          bytes of what cannot be computed again: inputs, what communications received
+            regions.json            strides and devices, which the text of regions lacks
+        values/9b1e....bin          bytes of values that cannot be recomputed: inputs, results of communications
 
-`recording.json` is written anew behind each run, so that what has run is there whatever happens next.
+`recording.json` is rewritten after each run, so that finished runs can be replayed whatever happens next.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from zcompile.torch_internals.operators import CollectiveCalls, is_collective
 FORMAT = 1
 INDEX = "recording.json"
 GIVEN = frozenset({"unbox", "wait", "offload"})
-"""Operations whose results come from outside of the program. They are kept in full; others are computed again."""
+"""Operations whose results come from outside of the program. These are kept in full; others are recomputed."""
 Line = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A phase that can be recorded: its program, what it calls, and how many of what it unboxes is what."""
+    """A phase that can be recorded, and what it needs to run."""
 
     program: Program
     phase: Phase
     regions: Mapping[str, Line]
     lent: Collection[int]
-    """The places in its box of memory and storage that it is lent."""
+    """Indices in its box of borrowed memory and storage, which are not recorded."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a recording is made."""
+    """The rank, backend and device of a recording."""
 
     rank: int
     data_rank: int
-    """Among the ranks that share parameters, by which their rows are divided."""
+    """Rank among those that shard the parameters, which determines its rows."""
     backend: str
     device: torch.device
 
@@ -84,10 +84,10 @@ class Origin:
 
 
 class Recording:
-    """The folder of one rank, while it is filled.
+    """A recording of one rank that is being written.
 
     Raises:
-        OptionError: the folder cannot be written, or has files that are no recording's.
+        OptionError: the folder cannot be written, or has files that are not of a recording.
     """
 
     def __init__(self, folder: str | os.PathLike[str], origin: Origin) -> None:
@@ -98,7 +98,7 @@ class Recording:
         self._runs: list[dict[str, Any]] = []
         self._kept: set[str] = set()
         self._made: dict[object, str] = {}
-        """Where values of earlier runs come from that replay computes again, by their keys."""
+        """The places ("RUN CALL ITEM") of values that a replay recomputes in earlier runs, by key."""
         try:
             self._begin()
         except OSError as error:
@@ -108,14 +108,14 @@ class Recording:
     def _begin(self) -> None:
         if self.home.exists():
             if any(self.home.iterdir()) and not (self.home / INDEX).exists():
-                problem = f"{str(self.home)!r} has files that are no recording's, which would be deleted"
+                problem = f"{str(self.home)!r} has files that are not of a recording, which would be deleted"
                 raise OptionError("record", problem, "give another folder, or empty this one")
             shutil.rmtree(self.home)
         (self.home / "values").mkdir(parents=True)
         self._write_index()
 
     def loaded(self, part: Recorded) -> Callable[[list[Any]], Any]:
-        """The text of a phase as a function that leaves here what its lines give."""
+        """The text of a phase as a function that records the results of its lines."""
         return functools.partial(self._run, part)
 
     def _run(self, part: Recorded, box: list[Any]) -> Any:
@@ -133,7 +133,7 @@ class Recording:
     # -- what is written ------------------------------------------------------------------------------------------
 
     def kept(self, value: torch.Tensor) -> Tensor:
-        """What is known of a tensor whose bytes are kept, unless replay computes them in an earlier run."""
+        """Keep the bytes of a tensor, unless a replay recomputes them in an earlier run; returns its description."""
         noted, content = Tensor.of(value)
         if noted.key in self._made:
             return replace(noted, place=self._made[noted.key])
@@ -154,7 +154,7 @@ class Recording:
         self._write_index()
 
     def _write_program(self, part: Recorded) -> str:
-        """Write the texts of a program, once; gives the name of its folder."""
+        """Write the texts of a program once; returns the name of its folder."""
         text = part.program.text(regions=True)
         name = f"programs/{digest_of(text.encode())[:12]}"
         if f"{name}/program.py" not in self._files:
@@ -172,14 +172,14 @@ class Recording:
         self._files[name] = digest_of(content)
 
     def _write_index(self) -> None:
-        """Write the index whole or not at all: a process that is killed leaves the one before."""
+        """Write the index atomically: if the process is killed, the previous index remains."""
         index = json.dumps({**self._about, "runs": self._runs, "files": self._files})
         temporary = self.home / f"{INDEX}.new"
         temporary.write_text(json.dumps({"checksum": digest_of(index.encode()), "index": index}))
         temporary.replace(self.home / INDEX)
 
     def _guarded(self, write: Callable[[], object]) -> None:
-        """Call `write`; where it fails the recording ends, and training goes on: other ranks wait for this one."""
+        """Call `write`. If it fails, end the recording but not training, since other ranks wait for this one."""
         try:
             write()
         except OSError as error:
@@ -189,7 +189,7 @@ class Recording:
 
 @dataclass
 class Run:
-    """A phase while it runs and is recorded."""
+    """A run of a phase that is being recorded."""
 
     recording: Recording
     part: Recorded
@@ -197,11 +197,11 @@ class Run:
     generators: list[Described] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     made: dict[object, str] = field(default_factory=dict)
-    """Where replay computes which values again, by their keys."""
+    """The places ("RUN CALL ITEM") of values that a replay recomputes in this run, by key."""
     raised: str = ""
 
     def load(self) -> Callable[[list[Any]], Any]:
-        """Its text as a function. Nothing of the one that runs unrecorded is touched."""
+        """Load its text as a recording function, separate from the one that runs without recording."""
         operations = {name: self._recorded(name, function) for name, function in OPERATIONS.items()}
         regions = {
             name: self._recorded(name, run, collective=_communicates(self.part.program.regions[name]))
@@ -224,7 +224,7 @@ class Run:
         return line
 
     def _received(self, operation: str, result: torch.Tensor) -> Described:
-        """What a collective within a region gave: in full behind its wait, before that only how it is laid out."""
+        """Describe the result of a collective within a region: in full after its wait, before that only its layout."""
         if operation == "wait_tensor":
             return self.recording.kept(result).described()
         shape, stride = list(map(int, result.shape)), list(map(int, result.stride()))
@@ -244,7 +244,7 @@ class Run:
             return made
 
         if isinstance(result, Gradients):
-            # Gradients of shards in the host's memory are on their way there, on a stream of their own.
+            # Hazard: with shards on the host, gradients are still being copied there, on another stream. Wait for it.
             result.shards.memory.landed()
         if name == "unbox":
             lent = self.part.lent
@@ -257,17 +257,17 @@ class Run:
 
 
 class Recordings:
-    """Whether the runs of a model are recorded, and where; `folder`: for a recording of the first step of training."""
+    """The recordings of a model's runs. `folder`: record the first training step there."""
 
     def __init__(self, folder: str | os.PathLike[str] | None, origin: Origin) -> None:
         self.origin = origin
         self.current: Recording | None = None
-        """What runs are recorded in; programs look at it once a run, and run as ever where there is none."""
+        """The recording to which runs are added; None for no recording. Programs read it once per run."""
         self._first = None if folder is None else Recording(folder, origin)
         self._version: int | None = None
 
     def begin_call(self, version: int, *, trains: bool) -> None:
-        """The model is called, with parameters of this `version`: the first step of training begins, or has ended."""
+        """Note a call of the model: the first training step begins, or, with another `version` of parameters, ends."""
         if self._first is None:
             return
         if self._version is None and trains:
@@ -277,11 +277,11 @@ class Recordings:
 
     @contextlib.contextmanager
     def into(self, folder: str | os.PathLike[str]) -> Iterator[None]:
-        """Record all runs inside; raise OptionError while another recording is being made."""
+        """Record all runs within the context. Raises OptionError if another recording is active."""
         self._end_first()
         if self.current is not None:
-            problem = f"one is being made in {self.current.home}"
-            raise OptionError("record", problem, "end that first: leave its `with`")
+            problem = f"another recording is active in {self.current.home}"
+            raise OptionError("record", problem, "leave its `with` block first")
         self.current = Recording(folder, self.origin)
         try:
             yield
@@ -289,19 +289,19 @@ class Recordings:
             self.current = None
 
     def _end_first(self) -> None:
-        """The recording of the first step is complete, or another one is to begin."""
+        """End the recording of the first step: it is complete, or another recording begins."""
         if self.current is self._first:
             self.current = None
         self._first = None
 
 
 def rank_folder(folder: Path, rank: int) -> Path:
-    """Where the recording of a rank is."""
+    """The folder of a rank's recording."""
     return folder / f"rank_{rank}"
 
 
 def described_region(region: Region) -> dict[str, Any]:
-    """What the text of a region leaves out: what its values were when they were traced, in the order of `traced`."""
+    """What the text of a region lacks: layouts of its traced values, in the order of `printed_nodes`; its subgraphs."""
     fakes = [described_fake(node.meta.get("val")) for node in region.printed_nodes()]
     return {"values": fakes, "graphs": sorted(region.modules)}
 
@@ -317,17 +317,17 @@ SETTINGS: Mapping[str, Setting] = {
     "mkldnn": setting_of(torch.backends.mkldnn, "enabled"),
     **kernel_settings(),
 }
-"""How each is read and set."""
+"""Process-wide settings that affect numerical results: functions to read and to set each."""
 
 
 def numerics() -> dict[str, Any]:
-    """The settings of this process, as JSON."""
+    """The current values of `SETTINGS`, as JSON."""
     return {name: read() for name, (read, _) in SETTINGS.items()}
 
 
 @contextlib.contextmanager
 def with_numerics(wanted: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the process has the settings of another one; afterwards its own."""
+    """Apply recorded settings within the context, and restore the process's own afterwards."""
     before = numerics()
     try:
         _set(wanted, before)
@@ -343,5 +343,5 @@ def _set(wanted: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def processor(device: torch.device) -> str:
-    """What computes on `device`: kernels choose what they do by it."""
+    """The processor of `device`, on which kernels' numerical results may depend."""
     return describe(device.index or 0) if is_gpu(device) else torch.backends.cpu.get_cpu_capability()

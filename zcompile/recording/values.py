@@ -1,6 +1,6 @@
-"""Values of a recorded run: as JSON, with the bytes of tensors in files that are called by their digests.
+"""Values of a recorded run as JSON, with the bytes of tensors in files named by their digests.
 
-No pickle: what is read back from a recording is numbers, and names that programs are printed with.
+Without pickle: a recording contains only numbers, and names that are printed in programs.
 """
 
 from __future__ import annotations
@@ -19,36 +19,35 @@ from zcompile.runtime.shards import Full, UnitShards
 from zcompile.torch_internals.sizes import is_symbolic
 
 Described = dict[str, Any]
-"""A value as JSON: its kind, and what it consists of."""
+"""A value as JSON: its kind and contents."""
 ALIGNMENT = 64
-"""Kernels of the CPU may sum in another order where memory begins elsewhere within a cache line."""
+"""Bytes of a cache line. CPU kernels may sum in another order if memory has another offset within a cache line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor without its bytes."""
+    """The description of a tensor, without its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     device: str
     shift: int
-    """Bytes between the beginning of a cache line and the tensor's."""
+    """Offset of its memory within a cache line, in bytes."""
     digest: str
-    """Of its elements in the order of its dimensions, whatever its strides are."""
+    """Digest of its elements in row-major order, whatever its strides are."""
     nan: int
     inf: int
     place: str = ""
-    """Where its bytes are: `file`; or `RUN CALL ITEM`, the line of an earlier run that gave it; nowhere, where its line
-    computes it again."""
+    """Where its bytes are: "file"; "RUN CALL ITEM", a result of an earlier run; or "", if its line recomputes it."""
 
     @classmethod
     def of(cls, value: torch.Tensor) -> tuple[Tensor, memoryview]:
-        """A tensor and its bytes.
+        """The description of a tensor, and its bytes.
 
-        On CUDA this stands for every hazard of a recording: the copy is made on the current stream, behind the kernels
-        that compute the value and, of what was received, behind the wait that has just run; and the host goes on when
-        the copy has ended, so no later line can release, reduce in place or overwrite (an arena) what is being read.
+        On CUDA, the blocking copy rules out all hazards of recording. It runs on the current stream, after the kernels
+        that compute the value and, for received values, after the wait. The host continues only after the copy, so no
+        later line can release, reduce in place or overwrite (in an arena) the memory being read.
         """
         host = value.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
         content = host.view(torch.uint8).numpy().data if host.numel() else memoryview(b"")
@@ -68,14 +67,14 @@ class Tensor:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for tensors that a program cannot tell apart."""
+        """A key that is equal for tensors that a program cannot distinguish."""
         return self.dtype, self.shape, self.stride, self.device, self.shift, self.digest
 
     def has_bits_of(self, other: Tensor) -> bool:
         return (self.dtype, self.shape, self.digest) == (other.dtype, other.shape, other.digest)
 
     def made(self, content: bytes, device: torch.device) -> torch.Tensor:
-        """The tensor again, in memory of its own that begins where the recorded one did within a cache line."""
+        """Make the tensor in new memory with the recorded strides and offset within a cache line."""
         dtype = dtype_named(self.dtype)
         flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
         value = flat.reshape(self.shape).to(device)
@@ -93,7 +92,7 @@ class Tensor:
         return result.copy_(value)
 
     def _overlaps(self) -> bool:
-        """True if elements may share memory, as those of a tensor that was expanded: they hold the same number."""
+        """True if elements may share memory, as in an expanded tensor."""
         last = 0
         for stride, size in sorted((s, n) for s, n in zip(self.stride, self.shape, strict=True) if n > 1):
             if stride <= last:
@@ -104,14 +103,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class RecordedUnit:
-    """A unit as the program of one rank sees it, without groups: its parameters as they were."""
+    """A unit in a replay: recorded parameters, without process groups."""
 
     unit: Unit
     tensors: Sequence[torch.Tensor]
 
     @property
     def shards(self) -> UnitShards:
-        """Nothing that the program of one rank alone does with shards is done with these."""
+        """None, cast for type checkers: a replay does nothing with shards."""
         return cast(UnitShards, None)
 
     def __getitem__(self, index: int) -> torch.Tensor:
@@ -119,20 +118,20 @@ class RecordedUnit:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that torch calls so; raise ValueError if there is none."""
+    """The dtype of this name in torch. Raises ValueError if there is none."""
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{name!r} is not a dtype")
     return found
 
 
 def digest_of(content: bytes | memoryview) -> str:
-    """The digest of bytes, as files are checked by it."""
+    """The digest by which files are named and checked."""
     return hashlib.sha256(content).hexdigest()[:32]
 
 
 def non_finite(value: torch.Tensor) -> tuple[int, int]:
-    """How many elements are NaN, and how many infinite."""
+    """The numbers of NaN and of infinite elements."""
     if not (value.is_floating_point() or value.is_complex()):
         return 0, 0
     wide = value.float() if value.is_floating_point() and value.itemsize < 4 else value
@@ -142,7 +141,7 @@ def non_finite(value: torch.Tensor) -> tuple[int, int]:
 
 
 def described(value: Any, note: Callable[[torch.Tensor], Tensor]) -> Described:
-    """A value that a program handles; `note` gives what is kept of each tensor."""
+    """Describe a value of a program; `note` describes its tensors."""
 
     def listed(values: Sequence[Any]) -> list[Described]:
         return [described(one, note) for one in values]
@@ -178,9 +177,9 @@ def leaves_of(value: Described) -> Iterator[Described]:
 
 
 def labels_of(value: Described, names: Sequence[str]) -> Iterator[str]:
-    """What `leaves_of(value)` are called, where a line binds `value` to `names`: the last may be `*rest`.
+    """Names of `leaves_of(value)` in a line that binds `value` to `names`, of which the last may be `*rest`.
 
-    Parameters and gradients by their own names, values of a list by their numbers.
+    Parameters and gradients have their own names, and items of a list have their index.
     """
     if value["kind"] in ("tensor", "number"):
         yield names[0]
@@ -193,9 +192,9 @@ def labels_of(value: Described, names: Sequence[str]) -> Iterator[str]:
 
 
 def described_fake(value: Any) -> Any:
-    """A traced value of a region, as JSON: what kernels are chosen by. Sizes that vary are those that were traced.
+    """The layout of a region's traced value as JSON, by which kernels are chosen. Dynamic sizes have the traced values.
 
-    None for what was not traced, or has sizes that depend on data.
+    None for values that were not traced, or have data-dependent sizes.
     """
     if isinstance(value, (tuple, list)):
         return [described_fake(one) for one in value]
@@ -217,7 +216,7 @@ def described_fake(value: Any) -> Any:
 
 
 def norm_of(value: torch.Tensor) -> tuple[float, float, float]:
-    """Norm, minimum and maximum of the elements of a tensor that are finite."""
+    """Norm, minimum and maximum of the finite elements of a tensor; 0 and NaN if there are none."""
     wide = value.detach().abs() if value.is_complex() else value.detach()
     wide = wide.to("cpu", torch.float64)
     finite = wide[wide.isfinite()]
