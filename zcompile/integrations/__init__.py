@@ -1,1 +1,1 @@
-"""zcompile within the trainers of others. Each module needs the library that it is named after; nothing else does."""
+"""zcompile in other libraries' trainers. Each module needs the library that it is named after."""

@@ -1,11 +1,11 @@
-"""Accelerate, with models sharded by zcompile in the place of DistributedDataParallel.
+"""Accelerate with models sharded by zcompile instead of DistributedDataParallel.
 
     from zcompile.integrations.accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="bf16", zcompile={"stage": 3})
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-Everything else of a script stays, and `accelerate launch` starts it as ever.
+The rest of a script does not change, and `accelerate launch` starts it as usual.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ except ImportError as error:
     raise missing("Accelerate", "accelerate") from error
 
 PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Accelerate's names of dtypes to compute in."""
+"""Accelerate's names for dtypes to compute in."""
 _OWN_WAYS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
 class Accelerator(accelerate.Accelerator):
-    """Accelerate's, whose `prepare` shards models by `zcompile.compile`, and points optimizers at the shards.
+    """An `accelerate.Accelerator` whose `prepare` shards models by `zcompile.compile`, and moves optimizers to shards.
 
-    `save_state` writes a checkpoint that loads in any stage and world, `get_state_dict` and `save_model` give what the
-    plain model loads, and mixed precision gathers and computes in its dtype.
+    `save_state` writes a checkpoint that loads in any stage and world. `get_state_dict` and `save_model` return and
+    write state for the plain model. Mixed precision sets the dtype that models are gathered and computed in.
 
     Args:
-        *args: As Accelerate has them, and so are other keyword arguments.
-        zcompile: Options of `zcompile.compile`, but for `optimizer`, which `prepare` finds.
+        *args: As for `accelerate.Accelerator`, like other keyword arguments.
+        zcompile: Options of `zcompile.compile` except `optimizer`, which `prepare` finds.
 
     Raises:
         OptionError: Accelerate is configured for FSDP, DeepSpeed, Megatron-LM or XLA; or for fp8.
@@ -61,7 +61,7 @@ class Accelerator(accelerate.Accelerator):
             raise OptionError("Accelerator", problem, "run `accelerate config` for multi-GPU or multi-CPU")
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Accelerate's; of models that are given with their optimizers, both are sharded. Collective."""
+        """Shard models together with the optimizers that are given for them, then prepare as Accelerate. Collective."""
         optimizers = [one for one in args if isinstance(one, Optimizer)]
         placed = device_placement or [True] * len(args)
         prepared = [
@@ -73,7 +73,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Accelerate's; sharded, unless it is for evaluation only. Collective."""
+        """Shard the model; with `evaluation_mode`, prepare a plain model as Accelerate. Collective."""
         if evaluation_mode and not isinstance(model, CompiledModule):
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         made = self._sharded(model, [], place=device_placement is not False)
@@ -82,15 +82,15 @@ class Accelerator(accelerate.Accelerator):
         return made
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Accelerate's; its state is where the shards are already.
+        """Prepare an optimizer as Accelerate, but do not move its state, which is with the shards.
 
         Raises:
-            OptionError: it holds parameters from before its model was prepared.
+            OptionError: it holds parameters that were replaced when its model was prepared.
         """
         params = (param for group in optimizer.param_groups for param in group["params"])
         if any(isinstance(param, (RetiredParameter, RetiredDTensor)) for param in params):
-            problem = "is given an optimizer whose model was prepared before, alone"
-            raise OptionError("prepare", problem, "give both to one call: accelerator.prepare(model, optimizer)")
+            problem = "is given an optimizer whose model was prepared in an earlier call"
+            raise OptionError("prepare", problem, "prepare both in one call: accelerator.prepare(model, optimizer)")
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def _sharded(self, model: nn.Module, optimizers: list[Optimizer], place: bool) -> CompiledModule:
@@ -104,12 +104,12 @@ class Accelerator(accelerate.Accelerator):
         return sharded(model, optimizers, self._options)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Accelerate's; the norm is that of the whole gradients. Collective."""
+        """Clip as Accelerate; returns the norm over all ranks as a plain tensor. Collective."""
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """The whole state on the first rank, as the plain model has it, and nothing on others. Collective."""
+        """The whole state dict for the plain model on the first rank, and an empty one on others. Collective."""
         if isinstance(model, CompiledModule):
             return model.full_state_dict()
         return super().get_state_dict(model, unwrap)
@@ -117,7 +117,7 @@ class Accelerator(accelerate.Accelerator):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Accelerate's, with a checkpoint of each sharded model and its optimizer beside it. Collective."""
+        """Save as Accelerate, with a checkpoint of each sharded model and its optimizer. Collective."""
         found = self._sharded_models("save_state", self._save_model_state_pre_hook)
         with self._without_sharded():
             place = super().save_state(output_dir, safe_serialization, **kwargs)
@@ -128,7 +128,7 @@ class Accelerator(accelerate.Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Accelerate's, in any stage and world; random states come back to ranks that had one. Collective."""
+        """Load as Accelerate, in any stage and world. Only ranks of the saving world get a random state. Collective."""
         place = self._latest() if input_dir is None else os.path.expanduser(input_dir)
         found = self._sharded_models("load_state", self._load_model_state_pre_hook)
         for number, (model, optimizer) in enumerate(found):
@@ -137,19 +137,19 @@ class Accelerator(accelerate.Accelerator):
             super().load_state(place, load_kwargs, **kwargs)
 
     def _latest(self) -> str:
-        """The last folder of `automatic_checkpoint_naming`, which is that of the greatest number."""
+        """The folder of `automatic_checkpoint_naming` with the greatest number."""
         if not self.project_configuration.automatic_checkpoint_naming:
-            raise OptionError("input_dir", "is not given, and checkpoints are not named", "give the folder")
+            raise OptionError("input_dir", "is missing, and automatic_checkpoint_naming is off", "give the folder")
         folder = os.path.join(self.project_dir, "checkpoints")
         numbered = [(int(name.rpartition("_")[2]), name) for name in os.listdir(folder)]
         return os.path.join(folder, max(numbered)[1])
 
     def _sharded_models(self, what: str, hooks: Mapping[Any, Any]) -> list[tuple[CompiledModule, Optimizer | None]]:
-        """Each with its optimizer, for `what`, which Accelerate has `hooks` for.
+        """The sharded models with their optimizers, for `what` ("save_state" or "load_state"), with its `hooks`.
 
         Raises:
-            OptionError: a model has several, or one with another model, and a checkpoint has room for one of its own;
-                or there are hooks, which save or load models by themselves.
+            OptionError: a model does not have exactly one optimizer of its own, as checkpoints require; or there are
+                hooks, which would save or load models themselves.
         """
         found: list[tuple[CompiledModule, Optimizer | None]] = []
         for model in self._models:
@@ -157,18 +157,18 @@ class Accelerator(accelerate.Accelerator):
                 continue
             own = [one.optimizer for one in self._optimizers if holds_any(one, model)]
             if len(own) > 1 or any(holds_others(one, model) for one in own):
-                problem = f"meets {len(own)} optimizers of one model" if len(own) > 1 else "meets one of several models"
+                problem = f"finds {len(own)} optimizers of a model" if len(own) > 1 else "finds a shared optimizer"
                 fix = "give each model one optimizer with several groups, or call model.save_checkpoint for each"
                 raise OptionError(what, problem, fix)
             found.append((model, own[0] if own else None))
         if found and hooks:
-            fix = "leave them out, and save beside it what accelerator.get_state_dict(model) gives"
-            raise OptionError(what, "meets hooks that save or load models, whose parameters are shards here", fix)
+            fix = "remove the hooks, and save accelerator.get_state_dict(model) yourself"
+            raise OptionError(what, "finds hooks that save or load models, and these are sharded here", fix)
         return found
 
     @contextlib.contextmanager
     def _without_sharded(self) -> Iterator[None]:
-        """While Accelerate saves or loads the rest: what is sharded has a checkpoint of its own."""
+        """Hide sharded models and their optimizers while Accelerate saves or loads everything else."""
         models, optimizers = self._models, self._optimizers
         apart = [model for model in models if isinstance(model, CompiledModule)]
         self._models = [model for model in models if not isinstance(model, CompiledModule)]
@@ -180,19 +180,19 @@ class Accelerator(accelerate.Accelerator):
 
 
 def compile_options(given: Mapping[str, Any] | None, mixed_precision: str) -> dict[str, Any]:
-    """Options of `zcompile.compile`, with the dtype that Accelerate was asked for.
+    """Options of `zcompile.compile`, with the dtype of Accelerate's `mixed_precision`.
 
     Raises:
-        OptionError: it is one that zcompile does not compute in; or it is said twice, and differently.
+        OptionError: zcompile does not support this precision, or `dtype` is given, too, and differs.
     """
     options = dict(given or {})
     check_options(options)
     if mixed_precision not in PRECISIONS:
-        raise OptionError("mixed_precision", f"is {mixed_precision!r}", f"take one of {', '.join(PRECISIONS)}")
+        raise OptionError("mixed_precision", f"is {mixed_precision!r}", f"choose from {', '.join(PRECISIONS)}")
     dtype = PRECISIONS[mixed_precision]
     if dtype is not None and options.setdefault("dtype", dtype) is not dtype:
-        problem = f"is {mixed_precision!r}, and dtype= of zcompile {options['dtype']}"
-        raise OptionError("mixed_precision", problem, "leave one of them out")
+        problem = f"is {mixed_precision!r}, and dtype= of zcompile is {options['dtype']}"
+        raise OptionError("mixed_precision", problem, "give only one of them")
     if dtype is not None:
-        options.setdefault("output_dtype", torch.float32)  # as Accelerate converts what models give
+        options.setdefault("output_dtype", torch.float32)  # Accelerate converts the outputs of models, too
     return options

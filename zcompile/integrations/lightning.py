@@ -1,4 +1,4 @@
-"""Lightning: strategies that shard models by zcompile, for its Trainer and for Fabric.
+"""Lightning strategies that shard models by zcompile, for the Trainer and for Fabric.
 
     from zcompile.integrations.lightning import ShardedStrategy
 
@@ -8,7 +8,7 @@
 
     fabric = lightning.Fabric(strategy=ShardedFabricStrategy(stage=3), devices=8)
 
-A LightningModule's steps stay plain Python; the modules that they call run as programs.
+The steps of a LightningModule remain plain Python; the modules that they call run as programs.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _LAUNCH = frozenset(
     {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "process_group_backend", "timeout"}
     | {"start_method"}
 )
-"""What says where and how processes run, as the strategies of Lightning have it; the rest is for zcompile."""
+"""Options of Lightning's strategies about processes; all other options are for zcompile."""
 
 
 def _split_options(options: Mapping[str, Any], launch: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is for Lightning, and what is for `zcompile.compile`.
+    """Split options into those of Lightning and those of `zcompile.compile`.
 
     Raises:
-        OptionError: it is for neither.
+        OptionError: an option belongs to neither.
     """
     rest = {name: value for name, value in options.items() if name not in launch}
     check_options(rest)
@@ -54,12 +54,12 @@ def _split_options(options: Mapping[str, Any], launch: frozenset[str]) -> tuple[
 class ShardedStrategy(DDPStrategy):
     """Trains, validates and predicts with a LightningModule whose parameters are shards.
 
-    Checkpoints are what plain training writes, whole, and resume in any stage and world, plain training too.
+    Checkpoints are whole, as those of plain training, and resume in any stage and world, or in plain training.
 
     Args:
-        **options: Those of `zcompile.compile`, but for `optimizer`, and of Lightning's strategies, where processes run:
-            `accelerator`, `parallel_devices`, `cluster_environment`, `checkpoint_io`, `precision_plugin`,
-            `process_group_backend`, `timeout`, `start_method`.
+        **options: Options of `zcompile.compile` except `optimizer`, and these of Lightning's strategies: `accelerator`,
+            `parallel_devices`, `cluster_environment`, `checkpoint_io`, `precision_plugin`, `process_group_backend`,
+            `timeout`, `start_method`.
     """
 
     strategy_name = "zcompile"
@@ -71,15 +71,15 @@ class ShardedStrategy(DDPStrategy):
 
     @property
     def compiled(self) -> CompiledModule | None:
-        """The LightningModule sharded, once it is set up."""
+        """The sharded LightningModule; None before setup."""
         module, compiled = self._compiled
         return compiled if module is self.lightning_module else None
 
     def setup(self, trainer: Any) -> None:
-        """Shard the module, then make its optimizers. Collective."""
+        """Shard the module, and then make its optimizers. Collective."""
         self.accelerator.setup(trainer)
         if compiled_of(self.lightning_module) is None:
-            # Also where nothing is trained yet: shards are not converted any more.
+            # Convert and move the module first, also for evaluation: shards cannot be moved.
             module = self._layer_sync.apply(self.lightning_module) if self._layer_sync else self.lightning_module
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
@@ -89,17 +89,17 @@ class ShardedStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
-        """Shard the module. Its steps are called as they are, so the strategy's model stays what it was."""
+        """Shard the module. The strategy's model is not replaced, since its steps are called directly."""
         self._compiled = self.lightning_module, sharded(self.lightning_module, [], self._options)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around backwards whose gradients accumulate."""
+        """Accumulate gradients in backwards within the context."""
         with self._stored().no_sync():
             yield
 
     def teardown(self) -> None:
-        """Lightning's, but that shards stay on their device."""
+        """Tear down as Lightning, but leave shards on their device."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -109,18 +109,18 @@ class ShardedStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: each rank takes its part of what is read."""
+        """True: state is loaded after sharding, and each rank takes its part."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state, on the first rank. Collective."""
+        """The whole state dict on the first rank; empty on others. Collective."""
         return self._stored().full_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._stored().load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state, on the first rank. Collective."""
+        """The whole state dict on the first rank; empty on others. Collective."""
         return self._stored().full_optimizer_state_dict(_inner(optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -129,13 +129,13 @@ class ShardedStrategy(DDPStrategy):
 
     def _stored(self) -> CompiledModule:
         if self.compiled is None:
-            problem = "is not set up, so there is no state of it"
+            problem = "is not set up, so it has no state"
             raise StateError("ShardedStrategy", problem, "save and load within fit, validate, test or predict")
         return self.compiled
 
 
 class _SyncControl(_BackwardSyncControl):
-    """Lightning's word for `no_sync`."""
+    """Lightning's interface to `no_sync`."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[Any]:
         if enabled and isinstance(module, CompiledModule):
@@ -144,10 +144,10 @@ class _SyncControl(_BackwardSyncControl):
 
 
 class ShardedFabricStrategy(FabricDDPStrategy):
-    """`fabric.setup(model, optimizer)` shards both; `fabric.save` and `load` take and give what plain training has.
+    """`fabric.setup(model, optimizer)` shards both; files of `fabric.save` and `fabric.load` are as in plain training.
 
     Args:
-        **options: As of `ShardedStrategy`, with `precision` in the place of `precision_plugin`.
+        **options: As for `ShardedStrategy`, with `precision` instead of `precision_plugin`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -163,7 +163,7 @@ class ShardedFabricStrategy(FabricDDPStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Shard a module, and point its optimizers at the shards. Collective."""
+        """Shard a module, and move its optimizers to the shards. Collective."""
         return self._sharded(module, optimizers), optimizers, scheduler
 
     def _sharded(self, module: nn.Module, optimizers: list[Optimizer]) -> CompiledModule:
@@ -174,18 +174,18 @@ class ShardedFabricStrategy(FabricDDPStrategy):
     # -- state ----------------------------------------------------------------------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The whole state, on the first rank. Collective."""
+        """The whole state dict on the first rank; empty on others. Collective."""
         return module.full_state_dict() if isinstance(module, CompiledModule) else module.state_dict()
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state, on the first rank. Collective."""
+        """The whole state dict on the first rank; empty on others. Collective."""
         model = self._model_of(optimizer)
         return super().get_optimizer_state(optimizer) if model is None else model.full_optimizer_state_dict(optimizer)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Lightning's, where each rank takes its part of an optimizer's state. Collective."""
+        """Load as Lightning; each rank takes its part of an optimizer's state. Collective."""
         alone = isinstance(state, Optimizer)
         given = {"": state} if alone else dict(state) if isinstance(state, Mapping) else {}
         optimizers = {name: (self._model_of(one), one) for name, one in given.items() if isinstance(one, Optimizer)}
@@ -202,7 +202,7 @@ class ShardedFabricStrategy(FabricDDPStrategy):
                 fix = "give the keys that were saved, or strict=False"
                 raise StateError(str(path), f"has no {name!r}", fix)
         if isinstance(state, dict):
-            state.update(rest)  # values that are no modules are replaced, as Lightning has it
+            state.update(rest)  # replace values other than modules, as Lightning does
         left = whole if left is None else left
         return {} if alone else {name: value for name, value in left.items() if name not in apart}
 

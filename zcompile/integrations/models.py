@@ -1,4 +1,4 @@
-"""What integrations share: models that are sharded once, whoever asks; checkpoint folders; missing libraries."""
+"""Helpers shared by integrations: sharding a model once, checkpoint folders, missing libraries."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from zcompile.schedule.options import CompileOptions, Options, check_known, name
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise OptionError for what `zcompile.compile` does not take, or an integration gives it by itself."""
+    """Raise OptionError for an unknown option of `zcompile.compile`, or `optimizer`, which integrations set."""
     check_known(options, names_of(compile, CompileOptions) - {"optimizer"}, "zcompile.compile")
 
 
 def sharded(model: nn.Module, optimizers: Iterable[Optimizer], options: Mapping[str, Any]) -> CompiledModule:
-    """`model` compiled with the optimizers that hold parameters of it; as it is, if another trainer has compiled it.
+    """Compile `model` with those optimizers that hold its parameters; a model that is compiled already is returned.
 
     Raises:
-        OptionError: that one did so with other options.
+        OptionError: the model is compiled already, with other options.
     """
     known = compiled_of(model)
     if known is not None:
         before, asked = str(options_of(known)), str(Options.among(options))
         if options and asked != before:
-            problem = f"is compiled already, with {before!r} and not {asked!r}"
-            raise OptionError(type(model).__name__, problem, "give both trainers the same options, or this one none")
+            problem = f"is compiled already, with {before!r} instead of {asked!r}"
+            raise OptionError(type(model).__name__, problem, "give both trainers the same options, or none here")
         return known
     return compile(model, optimizer=[one for one in optimizers if holds_any(one, model)], **options)
 
 
 def holds_any(optimizer: Optimizer, model: nn.Module) -> bool:
-    """True if the optimizer has a parameter of the model."""
+    """True if the optimizer has any parameter of the model."""
     return any(_are_held(optimizer, model))
 
 
 def holds_others(optimizer: Optimizer, model: nn.Module) -> bool:
-    """True if it has parameters beside those of the model."""
+    """True if the optimizer has parameters that are not in the model."""
     return not all(_are_held(optimizer, model))
 
 
@@ -54,19 +54,19 @@ def _are_held(optimizer: Optimizer, model: nn.Module) -> Iterator[bool]:
 
 
 FOLDER = "zcompile"
-"""The name of the folder, beside the files that the trainer writes."""
+"""The name of the checkpoint folder within a trainer's checkpoint."""
 
 
 def folder_in(checkpoint: str | os.PathLike[str], number: int = 0) -> Path:
-    """That of the trainer's model of this number."""
+    """The checkpoint folder of model `number` of a trainer."""
     return Path(checkpoint) / (f"{FOLDER}_{number}" if number else FOLDER)
 
 
 def read(path: Path) -> Any:
-    """Tensors in a file of torch's, of which the ranks of a machine share the memory."""
+    """Load a file of `torch.save` by mmap, so that the ranks of a machine share its memory."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def missing(library: str, extra: str) -> ImportError:
-    """For a module of this package whose library cannot be imported."""
+    """The error for an integration whose library cannot be imported."""
     return ImportError(f"zcompile.integrations.{extra} needs {library}. Fix: pip install 'zcompile[{extra}]'")

@@ -1,11 +1,11 @@
-"""The Trainer of Transformers, with its model sharded by zcompile in the place of DistributedDataParallel.
+"""The Trainer of Transformers, with a model sharded by zcompile instead of DistributedDataParallel.
 
     from zcompile.integrations.transformers import Trainer
 
     trainer = Trainer(model, arguments, train_dataset=data, zcompile={"stage": 3})
     trainer.train(resume_from_checkpoint=True)
 
-For other trainers that are built on it, such as those of trl, there is the mixin:
+For other trainers that derive from it, such as those of trl, use the mixin:
 
     class SFTTrainer(ShardedTrainerMixin, trl.SFTTrainer): ...
 """
@@ -35,14 +35,14 @@ except ImportError as error:
 
 
 class ShardedTrainerMixin:
-    """What a `transformers.Trainer` does otherwise where its model is sharded.
+    """Makes a `transformers.Trainer` shard its model.
 
-    Checkpoints hold, beside what `from_pretrained` reads, the folder `zcompile` with shards of parameters and optimizer
-    state, and training resumes from it in any stage and world; also from the checkpoints of a plain Trainer.
+    Besides the files for `from_pretrained`, checkpoints have a folder `zcompile` with shards of parameters and
+    optimizer state. Training resumes from it in any stage and world, and from checkpoints of a plain Trainer.
 
     Args:
-        *args: As the Trainer has them, and so are other keyword arguments.
-        zcompile: Options of `zcompile.compile`, but for `optimizer`; `bf16` and `fp16` of the arguments set its dtype.
+        *args: As for the Trainer, like other keyword arguments.
+        zcompile: Options of `zcompile.compile` except `optimizer`. `bf16` and `fp16` of TrainingArguments set `dtype`.
     """
 
     def __init__(self, *args: Any, zcompile: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -50,18 +50,18 @@ class ShardedTrainerMixin:
         self._sharded: tuple[nn.Module, CompiledModule] | None = None
         super().__init__(*args, **kwargs)
         _check(self.args)
-        compile_options(self._asked, self.args.mixed_precision)  # what is wrong with them is said at once
+        compile_options(self._asked, self.args.mixed_precision)  # raise for invalid options right away
 
     @property
     def compiled(self) -> CompiledModule | None:
-        """The model sharded, once it has been trained or evaluated."""
+        """The sharded model; None before training or evaluation."""
         return self._sharded[1] if self._sharded is not None and self._sharded[0] is self.model else None
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self._compiled_now()
 
     def _compiled_now(self) -> CompiledModule:
-        """The model sharded, from now on if it was not. Collective."""
+        """The sharded model; shards it in the first call. Collective."""
         if self.compiled is not None:
             return self.compiled
         held = [self.optimizer] if isinstance(self.optimizer, Optimizer) else []
@@ -70,11 +70,11 @@ class ShardedTrainerMixin:
         return compiled
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if compiled_of(model) is None:  # another trainer has sharded it, where it is to be
+        if compiled_of(model) is None:  # else another trainer has sharded it, on the right device
             super()._move_model_to_device(model, device)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's; where it generates, ranks do so alone, each for as long as its texts are."""
+        """Evaluate as the Trainer. To generate, unshard first, since ranks generate different numbers of tokens."""
         compiled = self._compiled_now()
         generates = getattr(self.args, "predict_with_generate", False)
         with compiled.unsharded() if generates else contextlib.nullcontext():
@@ -116,31 +116,31 @@ class ShardedTrainerMixin:
         elif plain.is_file():
             self.compiled.load_full_optimizer_state_dict(_inner(self.optimizer), read(plain))
         else:
-            problem = f"has neither {own.name}/ nor {plain.name}, so no optimizer state to resume from"
-            fix = "save without save_only_model, or begin anew from its weights: from_pretrained(folder)"
+            problem = f"has neither {own.name}/ nor {plain.name}, so there is no optimizer state to resume from"
+            fix = "save without save_only_model, or start from its weights: from_pretrained(folder)"
             raise StateError(checkpoint, problem, fix)
         self.lr_scheduler.load_state_dict(read(Path(checkpoint, SCHEDULER_NAME)))
 
 
 class Trainer(ShardedTrainerMixin, transformers.Trainer):
-    """The Trainer of Transformers, its model sharded: `ShardedTrainerMixin` says how."""
+    """The Trainer of Transformers with a sharded model: see `ShardedTrainerMixin`."""
 
 
 class Seq2SeqTrainer(ShardedTrainerMixin, transformers.Seq2SeqTrainer):
-    """The Seq2SeqTrainer of Transformers, its model sharded: `ShardedTrainerMixin` says how."""
+    """The Seq2SeqTrainer of Transformers with a sharded model: see `ShardedTrainerMixin`."""
 
 
 def _check(arguments: Any) -> None:
-    """Refuse what would shard the model in another way, or train on one device of several."""
+    """Raise OptionError for arguments that shard the model otherwise, or use several GPUs in one process."""
     if arguments.fsdp or arguments.deepspeed:
         other = "fsdp" if arguments.fsdp else "deepspeed"
         problem = "is given, and zcompile shards the model already"
-        raise OptionError(other, problem, f"leave it out of the arguments; zcompile={{'stage': 3}} is what {other} was")
+        raise OptionError(other, problem, f"remove it from the arguments; zcompile={{'stage': 3}} replaces {other}")
     if arguments.n_gpu > 1:
-        problem = f"is one process for {arguments.n_gpu} GPUs"
-        raise OptionError("Trainer", problem, "start a process for each: torchrun --nproc-per-node")
+        problem = f"has {arguments.n_gpu} GPUs in one process"
+        raise OptionError("Trainer", problem, "start one process per GPU: torchrun --nproc-per-node")
 
 
 def _inner(optimizer: Any) -> Optimizer:
-    """An optimizer without what Accelerate puts around it."""
+    """An optimizer without Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -1,10 +1,10 @@
-"""The SFTTrainer and the DPOTrainer of trl, with their model sharded by zcompile.
+"""The SFTTrainer and the DPOTrainer of trl, with a model sharded by zcompile.
 
     from zcompile.integrations.trl import SFTTrainer
 
     trainer = SFTTrainer(model, arguments, train_dataset=data, zcompile={"stage": 3})
 
-Its other trainers take the mixin: `class RewardTrainer(ShardedTrainerMixin, trl.RewardTrainer)`.
+For other trainers of trl, use the mixin: `class RewardTrainer(ShardedTrainerMixin, trl.RewardTrainer)`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ except ImportError as error:
 
 
 class SFTTrainer(ShardedTrainerMixin, trl.SFTTrainer):
-    """The SFTTrainer of trl, its model sharded: `ShardedTrainerMixin` says how."""
+    """The SFTTrainer of trl with a sharded model: see `ShardedTrainerMixin`."""
 
 
 class DPOTrainer(ShardedTrainerMixin, trl.DPOTrainer):
-    """The DPOTrainer of trl, its model sharded: `ShardedTrainerMixin` says how. Each rank has all of the reference."""
+    """The DPOTrainer of trl with a sharded model: see `ShardedTrainerMixin`. The reference model is not sharded."""

@@ -26,20 +26,20 @@ def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 model, optimizer = pair()
 model = accelerator.prepare(model)
-with pytest.raises(OptionError, match="whose model was prepared before"):
+with pytest.raises(OptionError, match="whose model was prepared in an earlier call"):
     accelerator.prepare(optimizer)
 one, other = nn.Linear(4, 4), nn.Linear(4, 1)
 joint = torch.optim.AdamW([*one.parameters(), *other.parameters()])
 one, other, joint = accelerator.prepare(one, other, joint)
 other(one(torch.ones(2, 4))).sum().backward()
 joint.step()
-with pytest.raises(OptionError, match="meets one of several models"):
+with pytest.raises(OptionError, match="finds a shared optimizer"):
     accelerator.save_state(str(folder / "joint"))
 assert not (folder / "joint").exists(), "nothing is written"
 accelerator.free_memory()
 model, optimizer = accelerator.prepare(*pair())
 handle = accelerator.register_save_state_pre_hook(lambda models, weights, place: None)
-with pytest.raises(OptionError, match="meets hooks that save or load models"):
+with pytest.raises(OptionError, match="finds hooks that save or load models"):
     accelerator.save_state(str(folder / "hooked"))
 handle.remove()
 accelerator.save_state(str(folder / "plain"))
