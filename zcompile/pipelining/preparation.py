@@ -81,7 +81,7 @@ class StepSetup:
     table: ActionTable
     options: Options
     units: Sequence[str] | None
-    asked: StepOptions
+    step_options: StepOptions
     updater: Updater | None
     flat: FlatResults = field(default_factory=FlatResults)
 
@@ -92,16 +92,16 @@ class StepSetup:
 
     def agreement_lines(self) -> list[str]:
         """The options that must be the same on all ranks, as lines."""
-        asked, away = self.asked, self.asked.offload_optimizer
+        step_options, away = self.step_options, self.step_options.offload_optimizer
         lines = [str(self.options), *str(self.table).split("\n")]
-        lines += [f"split {asked.split}", f"clip_grad_norm {asked.clip_grad_norm}"]
-        lines += [f"results {asked.results}", f"metrics {self.flat.names}"]
-        lines += [f"the scale of the loss: {settings_of(asked.grad_scaler)}"] if asked.grad_scaler else []
+        lines += [f"split {step_options.split}", f"clip_grad_norm {step_options.clip_grad_norm}"]
+        lines += [f"results {step_options.results}", f"metrics {self.flat.names}"]
+        lines += [f"the scale of the loss: {settings_of(step_options.grad_scaler)}"] if step_options.grad_scaler else []
         return [*lines, f"offload_optimizer {'disk' if isinstance(away, Path) else away}"]
 
     def loaded(self, made: PipelinedProgram, traced: Program, runtime: ModelRuntime, common: str) -> PipelinedRun:
         """Load a program of this rank; `common` is the same text on all ranks and identifies it. Collective."""
-        results = StepResults.of(self.flat.names, traced, made, self.ranks.links, self.asked.results)
+        results = StepResults.of(self.flat.names, traced, made, self.ranks.links, self.step_options.results)
         updater = self.updater if self.table.trains else None
         return PipelinedRun(made, traced, runtime, self.ranks, self.trained.model, results, common, updater)
 
@@ -141,7 +141,7 @@ def prepare(setup: StepSetup, first: CallSpec, owner: object) -> ReadyStep:
     warn_of_batch_statistics(model, trace.program)
     runtime, retired = divide_model(setup, made.program, trace.program, options)
     watch_optimizers(owner, runtime, retired)
-    runtime.keep_states(setup.asked.offload_optimizer, setup.updater)
+    runtime.keep_states(setup.step_options.offload_optimizer, setup.updater)
     run = setup.loaded(made, trace.program, runtime, common)
     code = PipelineCode(setup.hardware, [made.journal], setup.table, [texts[rank] for rank in ranks.along])
     reports = Reports(type(model).__name__, runtime, code)
@@ -179,7 +179,7 @@ def _rewritten(setup: StepSetup, traced: Program) -> tuple[PipelinePlace, Option
     """Choose stages and options for this rank, and rewrite its program."""
     ranks, hardware = setup.ranks, setup.hardware
     # The first rank's choice is used: sizes may differ between tensor-parallel ranks, and so would their cuts.
-    choose = partial(choose_starts, traced, setup.table, setup.asked.split, hardware, setup.options)
+    choose = partial(choose_starts, traced, setup.table, setup.step_options.split, hardware, setup.options)
     starts = ranks.everyone.attempt("the stages", choose, shown=True)[1][0]
     place = PipelinePlace(setup.table, ranks.links.rank, ranks.links.axis, tuple(starts))
     place = replace(place, homes=homes_of(traced, place))
@@ -239,11 +239,11 @@ def divide_model(setup: StepSetup, program: Program, traced: Program, options: O
     )
     runtime.extend((), shards)
     point_at_shards(optimizers, shards.values(), retired)
-    _leave_parameters(model, {id(p) for unit in shards.values() for p in unit.parameters.values()}, optimizers)
+    _drop_parameters(model, {id(p) for unit in shards.values() for p in unit.parameters.values()}, optimizers)
     runtime.lockstep.place = ranks.links.rank
     for optimizer in optimizers:
         runtime.settings.know(optimizer)
-    _leave_buffers(model, written_buffers(traced) - written_buffers(program))
+    _drop_buffers(model, written_buffers(traced) - written_buffers(program))
     return runtime, retired
 
 
@@ -253,7 +253,7 @@ def written_buffers(program: Program) -> set[str]:
     return {op.held for op in inputs if op.mutated}
 
 
-def _leave_parameters(model: nn.Module, own: set[int], optimizers: Sequence[Optimizer]) -> None:
+def _drop_parameters(model: nn.Module, own: set[int], optimizers: Sequence[Optimizer]) -> None:
     """Free the parameters that other ranks keep, and put parameters on meta in their place."""
     for optimizer in optimizers:
         for parameter in parameters_held(optimizer):
@@ -274,7 +274,7 @@ def _leave_parameters(model: nn.Module, own: set[int], optimizers: Sequence[Opti
         retire(parameter, name)
 
 
-def _leave_buffers(model: nn.Module, names: set[str]) -> None:
+def _drop_buffers(model: nn.Module, names: set[str]) -> None:
     """Move buffers to meta that only other ranks write to: their values here would be stale."""
     left = {id(buffer) for name, buffer in model.named_buffers() if name in names}
     for module in model.modules():
@@ -286,7 +286,7 @@ def _leave_buffers(model: nn.Module, names: set[str]) -> None:
 
 NEW = 0
 """Mark of a rank that has no program for an evaluation yet."""
-MOST = 8
+MAX_EVALUATIONS = 8
 """Number of evaluation programs kept, for different batch sizes and modes."""
 
 
@@ -348,7 +348,7 @@ class Evaluations:
         setup, trained = self.setup, self._ready
         ranks, values = setup.ranks, {str(number): (part.args, part.kwargs) for number, part in enumerate(parts)}
         ranks.compare_along("the batch of an evaluation", digest_of((), values), SAME_DATA)
-        while len(self._made) >= MOST:
+        while len(self._made) >= MAX_EVALUATIONS:
             self._made.pop(next(iter(self._made)))
         traced = partial(trace_step, setup, parts[0], trained.trace)
         trace = ranks.everyone.attempt("the traced evaluation", traced)[0]

@@ -115,8 +115,8 @@ class PipelineRanks(ModelRanks):
         own, place = list[Route](), self.links.rank
         own += (Route(place, op_of(node, Send).to) for node in program.nodes(Send))
         own += (Route(op_of(node, Receive).source, place) for node in program.nodes(Receive))
-        told = self.everyone.share("the links between stages", json.dumps(sorted(set(own))))
-        self.links.connect(Route(*route) for text in told for route in json.loads(text))
+        texts = self.everyone.share("the links between stages", json.dumps(sorted(set(own))))
+        self.links.connect(Route(*route) for text in texts for route in json.loads(text))
 
     def compare_along(self, what: str, text: str, fix: str) -> None:
         """Check that the ranks along each pipeline axis have the same text. Collective.

@@ -74,14 +74,14 @@ class PipelinedRun(LoadedProgram):
         tangent = torch.full_like(self._results.zero(), 1 / len(microbatches))
         if scale is not None:
             tangent *= scale
-        return self._ran(microbatches, tangent)
+        return self._execute(microbatches, tangent)
 
     def evaluate(self, microbatches: Sequence[Sequence[Any]]) -> StepResult | None:
         """Run a program of forwards only; returns its results."""
         self._enter(RunKind.EVALUATION)
-        return self._ran(microbatches, None)[0]
+        return self._execute(microbatches, None)[0]
 
-    def _ran(
+    def _execute(
         self, microbatches: Sequence[Sequence[Any]], tangent: torch.Tensor | None
     ) -> tuple[StepResult | None, Sequence[Gradients | InsideAverages]]:
         """Run the program after `_enter`; returns the same as `step`."""

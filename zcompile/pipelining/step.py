@@ -44,7 +44,7 @@ _TAKEN |= {"shard", "outer_dtype", "outer_gather_dtype", "offload_parameters", "
 """Options of `zcompile.compile` that pipelines support, besides `units` and `mesh`."""
 
 
-def pipelined_step(trained: Training, asked: StepOptions, given: dict[str, Any]) -> PipelinedStep:
+def pipelined_step(trained: Training, step_options: StepOptions, given: dict[str, Any]) -> PipelinedStep:
     """Make a train step on the mesh in `given`, the options of `zcompile.compile`. Collective.
 
     Raises:
@@ -56,15 +56,17 @@ def pipelined_step(trained: Training, asked: StepOptions, given: dict[str, Any])
         options = _options_of(given)
         check_kinds(model)
         check_optimizers(trained.optimizers, model)
-        if asked.grad_scaler is not None:
+        if step_options.grad_scaler is not None:
             _check_scales(model, options)
         device = checked_device(model, mesh, options)
-        table = action_table(asked.schedule, mesh[PIPELINE].size(), asked.microbatches, asked.stages_per_rank)
+        table = action_table(
+            step_options.schedule, mesh[PIPELINE].size(), step_options.microbatches, step_options.stages_per_rank
+        )
     preflight_barrier(ranks_of(mesh), device, "a pipelined train step")
     ranks = PipelineRanks.of(model, mesh, device, options)
     ranks = ranks.with_replicated(model, first=ranks.first)
-    updater = None if asked.keeps_gradients else Updater(trained.optimizers)
-    return PipelinedStep(StepSetup(trained, ranks, table, options, units, asked, updater))
+    updater = None if step_options.keeps_gradients else Updater(trained.optimizers)
+    return PipelinedStep(StepSetup(trained, ranks, table, options, units, step_options, updater))
 
 
 def _options_of(given: dict[str, Any]) -> Options:
@@ -97,12 +99,12 @@ class PipelinedStep(BaseStep, Savable, Reported):
     """
 
     def __init__(self, setup: StepSetup) -> None:
-        super().__init__(setup.trained, setup.asked, setup.updater)
+        super().__init__(setup.trained, setup.step_options, setup.updater)
         self._setup, self._ranks, self.table = setup, setup.ranks, setup.table
         self._overflow = None if self._scaler is None else Overflow(setup.ranks.device)
         self._compared = False
         """True once the ranks along the pipeline axis have been checked to get the same batch."""
-        self._made: ReadyStep | None = None
+        self._prepared: ReadyStep | None = None
         self._evaluations: Evaluations | None = None
 
     @briefly
@@ -121,8 +123,8 @@ class PipelinedStep(BaseStep, Savable, Reported):
             AgreementError: the ranks trace different steps, or are out of step.
             GroupError: another rank failed or did not call the step.
         """
-        parts = self._asked_for(batch, named)
-        ready = self._ready(parts[0])
+        parts = self._checked_microbatches(batch, named)
+        ready = self._prepare_once(parts[0])
         if not self._compared:
             self._ranks.compare_along("the first batch", digest_of(batch, named), SAME_DATA)
             self._compared = True
@@ -158,10 +160,10 @@ class PipelinedStep(BaseStep, Savable, Reported):
             Others: as a call.
         """
         self._stored()
-        assert self._made is not None, "_stored raises before the first step"
+        assert self._prepared is not None, "_stored raises before the first step"
         if self._evaluations is None:
             setup = replace(self._setup, table=self.table.forwards(), flat=FlatResults())
-            self._evaluations = Evaluations(setup, self._made)
+            self._evaluations = Evaluations(setup, self._prepared)
         evaluations, flat = self._evaluations, self._evaluations.setup.flat
         return evaluations.run(*self._reporting(lambda: evaluations.look_up(self._microbatches(batch, named, flat))))
 
@@ -176,7 +178,7 @@ class PipelinedStep(BaseStep, Savable, Reported):
         Raises:
             Errors as a call.
         """
-        self._ready(self._asked_for(batch, named)[0])
+        self._prepare_once(self._checked_microbatches(batch, named)[0])
 
     def _checked_by(self, scaler: GradScaler, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
         """Share overflows and check that scales agree among ranks; returns the optimizers that have gradients here."""
@@ -194,7 +196,7 @@ class PipelinedStep(BaseStep, Savable, Reported):
     @property
     def program(self) -> Program | None:
         """The program of this rank; None before the first step."""
-        return None if self._made is None else self._made.run.program
+        return None if self._prepared is None else self._prepared.run.program
 
     def __repr__(self) -> str:
         stages = ", ".join(map(str, self.table.stages_of(self._ranks.links.rank)))
@@ -209,14 +211,14 @@ class PipelinedStep(BaseStep, Savable, Reported):
             self._ranks.everyone.communicator.waits.report_failure("the step", error)
             raise
 
-    def _asked_for(self, batch: tuple[Any, ...], named: dict[str, Any]) -> list[CallSpec]:
+    def _checked_microbatches(self, batch: tuple[Any, ...], named: dict[str, Any]) -> list[CallSpec]:
         """Check that a step may be taken, and split its batch into micro-batches."""
 
         def check() -> list[CallSpec]:
             self._check_before(self.model.named_parameters())
             return self._microbatches(batch, named, self._setup.flat)
 
-        if self._made is None:  # the first step is collective from here on
+        if self._prepared is None:  # the first step is collective from here on
             return self._ranks.everyone.attempt("the first batch", check)[0]
         return self._reporting(check)
 
@@ -227,15 +229,15 @@ class PipelinedStep(BaseStep, Savable, Reported):
         # They must not refer to `self`: torch keeps what it has traced, which would keep the step alive.
         return [CallSpec(call, *part, names) for part in microbatches_of(batch, named, self.table.microbatches)]
 
-    def _ready(self, first: CallSpec) -> ReadyStep:
+    def _prepare_once(self, first: CallSpec) -> ReadyStep:
         """The prepared step; prepares it from a micro-batch if there is none yet."""
-        if self._made is None:
-            self._made = in_large_frame(prepare, self._setup, first, self)
-            self._made.reports.dump_if_asked()
-        return self._made
+        if self._prepared is None:
+            self._prepared = in_large_frame(prepare, self._setup, first, self)
+            self._prepared.reports.dump_if_asked()
+        return self._prepared
 
     def _shown(self) -> Reports:
-        return self._taken("has no program yet: the first step traces it").reports
+        return self._require_prepared("has no program yet: the first step traces it").reports
 
     @property
     def traffic(self) -> TrafficMeter:
@@ -243,13 +245,13 @@ class PipelinedStep(BaseStep, Savable, Reported):
         return self._ranks.data.traffic
 
     def _stored(self) -> ModelState:
-        return self._taken("is not divided yet: the first step traces and divides it").state
+        return self._require_prepared("is not divided yet: the first step traces and divides it").state
 
-    def _taken(self, problem: str) -> ReadyStep:
+    def _require_prepared(self, problem: str) -> ReadyStep:
         """The prepared step. Raises StateError with `problem` if there is none."""
-        if self._made is None:
+        if self._prepared is None:
             raise StateError("model", problem, "call step.prepare(*batch) first, with any batch")
-        return self._made
+        return self._prepared
 
 
 def deliver(gradients: Sequence[Gradients | InsideAverages]) -> list[nn.Parameter]:

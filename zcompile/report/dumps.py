@@ -163,10 +163,10 @@ def dumping_failures(folder: Path | None, number: int, journal: Journal) -> Iter
         home = (folder or Path(tempfile.gettempdir()) / f"zcompile_failed_{os.getpid()}") / f"program_{number}"
         try:
             _write_failed(home, journal)
-            told = f"{home} has the program after each pass before the error"
+            note = f"{home} has the program after each pass before the error"
         except OSError as refused:
-            told = f"{home} cannot be written: {refused.strerror or refused}"
-        fix = f"{error.fix.rstrip()}\n  Dump: {told}."
+            note = f"{home} cannot be written: {refused.strerror or refused}"
+        fix = f"{error.fix.rstrip()}\n  Dump: {note}."
         raise type(error)(error.subject, error.problem, fix).with_traceback(error.__traceback__) from error.__cause__
 
 
@@ -208,9 +208,9 @@ def trace(programs: Sequence[Program], hardware: Hardware, measured: Sequence[Ti
     began = min((timeline.began for timeline in measured), default=0.0)
     events = [event for timeline in measured for event in timeline.trace_events()]
     for number, program in enumerate(programs):
-        told = replace(simulate(program, hardware, steps=True), began=began)
+        predicted = replace(simulate(program, hardware, steps=True), began=began)
         name = f"predicted for {hardware.name}: program {number}"
-        events += told.trace_events(process=_PREDICTED + number, name=name)
+        events += predicted.trace_events(process=_PREDICTED + number, name=name)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

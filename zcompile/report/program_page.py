@@ -107,9 +107,9 @@ def page_text(
     own = {program.digest(): program for program in programs} if ranks else {}
     ranks = [own.get(one.digest(), one) for one in ranks]  # parsed programs have other node names
     along = simulate_pipeline(ranks, hardware) if ranks else []
-    told = [_predicted(program, hardware, ranks, along) for program in programs]
+    predicted = [_predicted(program, hardware, ranks, along) for program in programs]
     sections = [
-        _Section(number, *both, hardware, measured) for number, both in enumerate(zip(journals, told, strict=True))
+        _Section(number, *both, hardware, measured) for number, both in enumerate(zip(journals, predicted, strict=True))
     ]
     if ranks:
         sections[0].charts.insert(0, pipeline_chart(ranks, along, "all ranks of the pipeline, predicted"))
@@ -130,28 +130,29 @@ class _Section:
     """The data of one program for the template."""
 
     def __init__(
-        self, number: int, journal: Journal, told: Timeline, hardware: Hardware, measured: Sequence[Timeline]
+        self, number: int, journal: Journal, predicted: Timeline, hardware: Hardware, measured: Sequence[Timeline]
     ) -> None:
         self.number = number
         self.program = program = journal.entries[-1].after
         self.kind = "training step" if program.has_backward else "inference"
-        place = f"rank {told.rank}, " if Phase.STEP in program.phases else ""
+        place = f"rank {predicted.rank}, " if Phase.STEP in program.phases else ""
         alike = [timeline for timeline in measured if timeline.trains is program.has_backward]
-        self.curve = curve = memory_curve(program, told)
-        self.charts = [step_chart(told, f"{place}predicted for {hardware.name}", program, curve)]
+        self.curve = curve = memory_curve(program, predicted)
+        self.charts = [step_chart(predicted, f"{place}predicted for {hardware.name}", program, curve)]
         self.charts += [step_chart(one, f"measured: step {one.number}, rank {one.rank}", program) for one in alike[-1:]]
-        self.figures = list(_figures(program, told, curve))
+        self.figures = list(_figures(program, predicted, curve))
         self.overview = list(_overview(program))
-        self.text = list(_lines(program, told, curve))
-        self.collectives = list(_collectives(program, told))
+        self.text = list(_lines(program, predicted, curve))
+        self.collectives = list(_collectives(program, predicted))
         self.steps = [_step(entry) for entry in journal.entries]
 
 
-def _figures(program: Program, told: Timeline, curve: Curve | None) -> Iterator[tuple[str, str, str]]:
+def _figures(program: Program, predicted: Timeline, curve: Curve | None) -> Iterator[tuple[str, str, str]]:
     """The key figures: name, figure, and details."""
     layout = program.layout
-    exposed, hidden = human_seconds(told.exposed), human_seconds(told.hidden or 0.0)
-    yield "predicted step", human_seconds(told.seconds), f"{exposed} of it waiting for communication, {hidden} hidden"
+    exposed, hidden = human_seconds(predicted.exposed), human_seconds(predicted.hidden or 0.0)
+    waits = f"{exposed} of it waiting for communication, {hidden} hidden"
+    yield "predicted step", human_seconds(predicted.seconds), waits
     if curve:
         yield "predicted peak of a rank", human_bytes(curve.most), f"in {curve.peak}"
     volume, onward = volume_text(program).replace("N-1", "N−1"), stage_bytes(program)
@@ -172,24 +173,24 @@ def _overview(program: Program) -> Iterator[tuple[str, str]]:
     yield "digest", program.digest()[:12]
 
 
-def _lines(program: Program, told: Timeline, curve: Curve | None) -> Iterator[PageLine]:
+def _lines(program: Program, predicted: Timeline, curve: Curve | None) -> Iterator[PageLine]:
     """The lines of the program, without a leading blank line."""
     lines = lines_with_nodes(program)
     for text, node in lines[1:] if lines and not lines[0][0].strip() else lines:
         if curve and node in curve.spans:
             start, end = curve.spans[node]
-            moment = human_seconds(start / 100 * told.seconds)
+            moment = human_seconds(start / 100 * predicted.seconds)
             about = f"at {moment}: {human_bytes(curve.held[node])}"
             yield PageLine(text, node, f"{start:.3f}", f"{end:.3f}", about)
         else:
             yield PageLine(text, node)
 
 
-def _collectives(program: Program, told: Timeline) -> Iterator[tuple[fx.Node, Sequence[str]]]:
+def _collectives(program: Program, predicted: Timeline) -> Iterator[tuple[fx.Node, Sequence[str]]]:
     """Table rows: phase, operation, unit, messages, bytes, and predicted seconds in flight and waited for."""
-    flown = {message.node: message.end - message.start for message in told.messages or ()}
+    flown = {message.node: message.end - message.start for message in predicted.messages or ()}
     waited: dict[str, float] = {}
-    for event in told.events:
+    for event in predicted.events:
         if event.operation == "wait":
             launched = program.node(event.node).all_input_nodes[0].name
             waited[launched] = waited.get(launched, 0.0) + event.seconds

@@ -78,7 +78,7 @@ class Loading:
     def __post_init__(self) -> None:
         self.places = _places(self.model.named_modules())
         self._extended = [module for module in self.model.modules() if _has_extra_state(module)]
-        self._behind = [(module, dict(load_post_hooks_of(module))) for module in _in_loading_order(self.model)]
+        self._post_hooks = [(module, dict(load_post_hooks_of(module))) for module in _in_loading_order(self.model)]
 
     def targets(self) -> dict[str, torch.Tensor | None]:
         """The current value for every name in the model's state dict; None for extra state."""
@@ -89,9 +89,9 @@ class Loading:
     @property
     def has_post_hooks(self) -> bool:
         """True if the model has load post-hooks, which may remove missing keys from the list."""
-        return any(hooks for _, hooks in self._behind)
+        return any(hooks for _, hooks in self._post_hooks)
 
-    def look(self, state: Mapping[str, Any]) -> None:
+    def find(self, state: Mapping[str, Any]) -> None:
         """Find what `state` would write, by `load_state_dict` of the model's class. torch's errors propagate."""
         with self._noting():
             keys = type(self.model).load_state_dict(self.model, state, strict=False)
@@ -105,7 +105,7 @@ class Loading:
                 place.table[place.key] = tensor
             for number, module in enumerate(self._extended):
                 vars(module)["set_extra_state"] = functools.partial(self.extra.__setitem__, number)
-            for module, _ in self._behind:
+            for module, _ in self._post_hooks:
                 load_post_hooks_of(module).clear()
             with _copies():
                 yield
@@ -116,7 +116,7 @@ class Loading:
                 place.table[place.key] = place.held
             for module in self._extended:
                 vars(module).pop("set_extra_state", None)
-            for module, hooks in self._behind:
+            for module, hooks in self._post_hooks:
                 load_post_hooks_of(module).update(hooks)
 
     def _take(self, place: TensorPlace, noting: Any) -> None:
@@ -134,7 +134,7 @@ class Loading:
         """After all values are written: set extra state, and run load post-hooks in torch's order."""
         for number, value in self.extra.items():
             self._extended[number].set_extra_state(value)
-        for module, hooks in self._behind:
+        for module, hooks in self._post_hooks:
             for hook in hooks.values():
                 hook(module, self.keys)
 

@@ -41,15 +41,15 @@ from zcompile.state.checkpoint import (
 from zcompile.state.loading import Loading
 from zcompile.state.optimizer_state import (
     Slots,
-    check_alike,
+    assemble_state,
+    check_same_slots,
     copy_on_host,
     empty_slots,
     is_kept,
-    kept_of,
-    of_one_rank,
+    merge_ranks,
     ordered_names,
     parts_of_whole,
-    put_together,
+    slot_names,
     split_state,
     whole_state,
 )
@@ -144,12 +144,12 @@ class ModelState:
             is_sent = any(name in names for names in absent)
             # Plain tensors, such as buffers, may differ between ranks: send the first rank's.
             if is_sent or (isinstance(value, torch.Tensor) and not divided and not rank0_only):
-                value = self._sent(value, home)
+                value = self._broadcast(value, home)
             if keeps:
                 whole[name] = copy_on_host(value) if isinstance(value, torch.Tensor) else value
         return whole
 
-    def _sent(self, value: torch.Tensor, home: int) -> torch.Tensor:
+    def _broadcast(self, value: torch.Tensor, home: int) -> torch.Tensor:
         """Broadcast a tensor from rank `home`; `value` is this rank's, which may be on meta."""
         device = self.communicator.device if is_elsewhere(value) else None
         copied = torch.empty_like(value, device=device) if is_elsewhere(value) else value.clone()
@@ -159,7 +159,7 @@ class ModelState:
     def save_full(self, path: str | os.PathLike[str]) -> None:
         """`compiled.save_full_state_dict`."""
         what, file = f"save_full_state_dict({os.fspath(path)!r})", Path(path)
-        write = self._together(what, lambda: _writer_for(file))
+        write = self._on_every_rank(what, lambda: _writer_for(file))
         whole = self.full(rank0_only=True)
 
         def put() -> None:
@@ -167,7 +167,7 @@ class ModelState:
                 with whole_file(file) as beside:
                     write(whole, beside)
 
-        self._together(what, put)
+        self._on_every_rank(what, put)
 
     def load_full(self, state: Mapping[str, Any] | None) -> None:
         """`compiled.load_full_state_dict`."""
@@ -178,7 +178,7 @@ class ModelState:
                 problem = "is None on the first rank of the mesh"
                 raise StateError("the full state dict", problem, "give it on the first rank, or on every rank")
             if state or (state is not None and self.communicator.rank == 0):
-                self._look(found, state)
+                self._find(found, state)
             return bool(state)  # full_state_dict returns an empty dict on all ranks but the first
 
         if not all(self._share(what, look)):
@@ -214,11 +214,11 @@ class ModelState:
 
         def kept() -> Any:
             self._refuse_ignored(optimizer)
-            return kept_of(optimizer, self.model)
+            return slot_names(optimizer, self.model)
 
-        everyones = self._share("full_optimizer_state_dict", kept)
-        check_alike(everyones, self.model)
-        return whole_state(optimizer, self.model, everyones, self.communicator, rank0_only)
+        slots_of_ranks = self._share("full_optimizer_state_dict", kept)
+        check_same_slots(slots_of_ranks, self.model)
+        return whole_state(optimizer, self.model, slots_of_ranks, self.communicator, rank0_only)
 
     def load_full_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """`compiled.load_full_optimizer_state_dict`."""
@@ -227,23 +227,23 @@ class ModelState:
             self._refuse_ignored(optimizer)
             return parts_of_whole(state, optimizer, self.model)
 
-        optimizer.load_state_dict(self._together("load_full_optimizer_state_dict", parts))
+        optimizer.load_state_dict(self._on_every_rank("load_full_optimizer_state_dict", parts))
 
     # -- shards ---------------------------------------------------------------------------------------------------
 
     def load(self, state: Mapping[str, Any], strict: bool) -> Any:
         """`compiled.load_state_dict`."""
         found, what = Loading(self.model), "load_state_dict"
-        self._together(what, lambda: self._look(found, state, strict))
+        self._on_every_rank(what, lambda: self._find(found, state, strict))
         self._write(found, what, strict)
         return found.keys
 
-    def _look(
+    def _find(
         self, found: Loading, state: Mapping[str, Any], strict: bool = True, source: str = "the state dict"
     ) -> None:
         """Find what `state` would write. Raises StateError if it does not fit."""
         try:
-            found.look(state)
+            found.find(state)
         except RuntimeError as error:
             _check(found.targets(), state, strict, source)
             fix = "check the model's load hooks"
@@ -265,7 +265,7 @@ class ModelState:
                     place.held.copy_(self._part(place.held, place.value))
         found.end()
         if strict and found.has_post_hooks:
-            self._together(what, lambda: _check_names(found))
+            self._on_every_rank(what, lambda: _check_names(found))
 
     def _part(self, target: Any, value: Any) -> Any:
         """The part of `value`, whole or sharded, that this rank writes into `target`; a view of `value` if possible.
@@ -299,8 +299,8 @@ class ModelState:
             saved = {name: (rank, digest) for name, digest in digests.items()} | saved
         differing = {name for name, digest in own.items() if digest != saved[name][1]}
         others = {name for name in own if name not in differing and saved[name][0] != self.communicator.rank}
-        content = self._together(what, lambda: self._content(values, others, differing, optimizer, extra, first))
-        place = self._place(what, real(folder))
+        content = self._on_every_rank(what, lambda: self._content(values, others, differing, optimizer, extra, first))
+        place = self._begin_save(what, real(folder))
         writer = Writer(place, {"world": self.communicator.size, "stage": self.stage, "torch": torch.__version__})
         done: Future[None] = Future()
         save = Save(Path(os.path.abspath(folder)), done)
@@ -318,7 +318,7 @@ class ModelState:
         self._end(done, place, None)
         return save
 
-    def _place(self, what: str, folder: Path) -> CheckpointFolder:
+    def _begin_save(self, what: str, folder: Path) -> CheckpointFolder:
         """The target of this save, made by the first rank."""
 
         def begin() -> list[Any]:
@@ -334,7 +334,7 @@ class ModelState:
         if failure is None:
             done.set_result(None)
             return
-        self._hang_up(failure)
+        self._close_connections(failure)
         try:
             if self.communicator.rank == 0:
                 clear(place.folder)
@@ -396,8 +396,8 @@ class ModelState:
         self._settle()
         what, rank, size = f"load_checkpoint({os.fspath(folder)!r})", self.communicator.rank, self.communicator.size
         found = Path(os.path.abspath(folder))
-        manifest = self._together(what, lambda: read_manifest(found))
-        self._together(what, lambda: check_files(found, manifest, rank, size))
+        manifest = self._on_every_rank(what, lambda: read_manifest(found))
+        self._on_every_rank(what, lambda: check_files(found, manifest, rank, size))
         reader = Reader(found, manifest["files"])
         targets: Values = {}
 
@@ -405,12 +405,12 @@ class ModelState:
             targets.update(self.model.state_dict())
             return self._skeleton(reader, optimizer, targets)
 
-        content = self._together(what, skeleton)
+        content = self._on_every_rank(what, skeleton)
         with typed(str(found)):
             try:
                 dcp.load(content, storage_reader=reader, process_group=self._own_group())
             except (Exception, CheckpointException) as error:
-                self._hang_up(error)
+                self._close_connections(error)
                 raise
 
         state = Loading(self.model)
@@ -421,17 +421,17 @@ class ModelState:
             here = _here(targets)
             values = {**content["model"], **{name: value for name, value in mine["own"].items() if name in here}}
             _check(here, values, True, str(found))
-            self._look(state, values, source=str(found))
+            self._find(state, values, source=str(found))
             if optimizer is None:
                 return mine["extra"], None
             blobs = [content["optimizer"]["about"], *content["optimizer"]["parts"].values()]
             elsewhere = set(_elsewhere(targets))
-            about = of_one_rank([_unblob(found, blob) for blob in blobs], elsewhere)
+            about = merge_ranks([_unblob(found, blob) for blob in blobs], elsewhere)
             owned = {name: _unblob(found, blob) for name, blob in content["optimizer"]["owned"].items()}
             about["values"] = {**about["values"], **owned}
-            return mine["extra"], put_together(content["optimizer"]["state"], about, optimizer, self.model)
+            return mine["extra"], assemble_state(content["optimizer"]["state"], about, optimizer, self.model)
 
-        extra, of_optimizer = self._together(what, read)
+        extra, of_optimizer = self._on_every_rank(what, read)
         if optimizer is not None and of_optimizer is not None:
             optimizer.load_state_dict(of_optimizer)
         self._write(state, what)
@@ -495,7 +495,7 @@ class ModelState:
             set_group_timeout(self._group, max(timeout, timedelta(minutes=30)))
         return self._group
 
-    def _hang_up(self, failure: BaseException) -> None:
+    def _close_connections(self, failure: BaseException) -> None:
         """Close this rank's connections after a failed message, or other ranks would wait until the long timeout.
 
         torch.distributed.checkpoint raises its own errors on all ranks already. The group is not replaced: later saves
@@ -506,7 +506,7 @@ class ModelState:
 
     # -- errors of all ranks --------------------------------------------------------------------------------------
 
-    def _together(self, what: str, act: Callable[[], Result]) -> Result:
+    def _on_every_rank(self, what: str, act: Callable[[], Result]) -> Result:
         """Call `act` on every rank; an error on one rank is raised on all."""
         return self.agreement.attempt(what, act)[0]
 

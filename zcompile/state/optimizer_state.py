@@ -23,7 +23,7 @@ from zcompile.torch_internals.pytree import tree_leaves, tree_map_only
 Slots = dict[str, dict[str, Any]]
 """Optimizer state by parameter name and slot, such as `exp_avg` or `step`."""
 
-HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
+STEP_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """Options of how a step is computed, which loading does not change, because some stages do not support all."""
 
 
@@ -117,7 +117,7 @@ def empty_slots(saved: Slots, optimizer: Optimizer, model: nn.Module) -> Slots:
     }
 
 
-def of_one_rank(parts: Sequence[Mapping[str, Any]], elsewhere: Collection[str]) -> dict[str, Any]:
+def merge_ranks(parts: Sequence[Mapping[str, Any]], elsewhere: Collection[str]) -> dict[str, Any]:
     """Merge `about` of ranks that have different parameters, without the parameters that are `elsewhere`."""
     first = parts[0]
     groups = [
@@ -128,7 +128,7 @@ def of_one_rank(parts: Sequence[Mapping[str, Any]], elsewhere: Collection[str]) 
     return {**first, "groups": groups, "values": values}
 
 
-def put_together(tensors: Slots, about: Mapping[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+def assemble_state(tensors: Slots, about: Mapping[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     """A state dict that `optimizer.load_state_dict` accepts. Raises StateError if the checkpoint does not fit."""
     kind, saved = type(optimizer).__name__, about["optimizer"]
     if kind != saved:
@@ -141,13 +141,13 @@ def put_together(tensors: Slots, about: Mapping[str, Any], optimizer: Optimizer,
         for name in names
         if is_kept(params[name]) and (name in tensors or name in about["values"])
     }
-    return {"state": state, "param_groups": with_own_ways(about["groups"], optimizer)}
+    return {"state": state, "param_groups": with_own_options(about["groups"], optimizer)}
 
 
-def with_own_ways(groups: list[dict[str, Any]], optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Saved groups with the optimizer's own parameter indices and `HOW_NOT_WHAT` options."""
+def with_own_options(groups: list[dict[str, Any]], optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Saved groups with the optimizer's own parameter indices and `STEP_OPTIONS`."""
     return [
-        {**then, **{key: now[key] for key in HOW_NOT_WHAT if key in now}, "params": now["params"]}
+        {**then, **{key: now[key] for key in STEP_OPTIONS if key in now}, "params": now["params"]}
         for then, now in zip(groups, optimizer.state_dict()["param_groups"], strict=True)
     ]
 
@@ -198,7 +198,7 @@ StateNames = dict[str, list[str]]
 """The optimizer slots that a rank has, by parameter name."""
 
 
-def kept_of(optimizer: Optimizer, model: nn.Module) -> StateNames:
+def slot_names(optimizer: Optimizer, model: nn.Module) -> StateNames:
     """The slots that this rank has. Raises StateError if ranks have different parameters."""
     for name, param in model.named_parameters():
         if param.is_meta:
@@ -212,10 +212,10 @@ def kept_of(optimizer: Optimizer, model: nn.Module) -> StateNames:
     return kept
 
 
-def check_alike(everyones: Sequence[StateNames], model: nn.Module) -> None:
+def check_same_slots(slots_of_ranks: Sequence[StateNames], model: nn.Module) -> None:
     """Raise StateError if ranks have different slots of a sharded parameter: their gathers would not match."""
     owned = {name for name, param in model.named_parameters() if owner_of(param) is not None}
-    first, *others = [[(name, slots) for name, slots in kept.items() if name not in owned] for kept in everyones]
+    first, *others = [[(name, slots) for name, slots in kept.items() if name not in owned] for kept in slots_of_ranks]
     for rank, found in enumerate(others, 1):
         if found != first:
             name = next(name for one, other in zip_longest(found, first) if one != other for name, _ in (one or other,))
@@ -227,33 +227,33 @@ def check_alike(everyones: Sequence[StateNames], model: nn.Module) -> None:
 def whole_state(
     optimizer: Optimizer,
     model: nn.Module,
-    everyones: Sequence[StateNames],
+    slots_of_ranks: Sequence[StateNames],
     communicator: Communicator,
     rank0_only: bool,
 ) -> dict[str, Any]:
     """`optimizer.state_dict()` with whole plain tensors on the CPU. Collective, slot by slot.
 
-    `everyones`: the results of `kept_of` on all ranks. `rank0_only`: return an empty dict on all ranks but the first.
+    `slots_of_ranks`: the results of `slot_names` on all ranks. `rank0_only`: return an empty dict on all other ranks.
     """
     state = optimizer.state_dict()
     keeps = communicator.rank == 0 or not rank0_only
     whole: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(ordered_names(optimizer, model)):
-        home = next((rank for rank, kept in enumerate(everyones) if name in kept), None)
+        home = next((rank for rank, kept in enumerate(slots_of_ranks) if name in kept), None)
         if home is None:
             continue
         own = state["state"].get(index, {})
-        for slot in everyones[home][name]:
+        for slot in slots_of_ranks[home][name]:
             with communicator.waits.explained(f"the gather of {name}.{slot}"):
-                value = _whole(own.get(slot), everyones, name, home, communicator)
+                value = _whole(own.get(slot), slots_of_ranks, name, home, communicator)
             if keeps:
                 whole.setdefault(index, {})[slot] = value
     return {"state": whole, "param_groups": state["param_groups"]} if keeps else {}
 
 
-def _whole(value: Any, everyones: Sequence[StateNames], name: str, home: int, communicator: Communicator) -> Any:
+def _whole(value: Any, slots_of_ranks: Sequence[StateNames], name: str, home: int, communicator: Communicator) -> Any:
     """One whole slot on every rank: gathered if sharded, or broadcast from the owner, or already the same."""
-    if not all(name in kept for kept in everyones):
+    if not all(name in kept for kept in slots_of_ranks):
         box = [_on_host(value) if communicator.rank == home else None]
         dist.broadcast_object_list(box, group=communicator.group, group_src=home)
         return box[0]
@@ -291,7 +291,7 @@ def parts_of_whole(state: Mapping[str, Any], optimizer: Optimizer, model: nn.Mod
             slot: _filled(targets[slot], value) if slot in targets else value for slot, value in given[name].items()
         }
         parts[names.index(name)] = slots
-    return {"state": parts, "param_groups": with_own_ways(state["param_groups"], optimizer)}
+    return {"state": parts, "param_groups": with_own_options(state["param_groups"], optimizer)}
 
 
 def _filled(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ SHARDS = (FLAT, "hsdp", "hfsdp", "hpz")
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
 OWN = "own"
 """The name of the model's own dtype."""
-PIPED = 200
+PIPED_WIDTH = 200
 """Columns of the output if it is not a terminal: no table is wider."""
 _FACTORS = {"m": 1e6, "b": 1e9, "t": 1e12}
 

@@ -88,7 +88,7 @@ def inspect_command(
     device = load_profile(hardware)
     _check_given(context, is_script=subject.endswith(".py"), pipelined=mesh is not None)
     if subject.endswith(".py"):
-        made = inspection.of_script(Path(subject), context.args, world, device, folder)
+        inspected = inspection.of_script(Path(subject), context.args, world, device, folder)
     else:
         options = Options(
             stage=stage,
@@ -101,10 +101,10 @@ def inspect_command(
         if mesh is not None:
             asked = schedule, microbatches, split or None
             sizes = sizes_of(mesh, "is not a mesh", "give STAGESxRANKS, such as 4x2")
-            made = inspection.of_pipeline(given, options, sizes, asked, device, units or None)
+            inspected = inspection.of_pipeline(given, options, sizes, asked, device, units or None)
         else:
-            made = inspection.of_subject(given, options, world, device, units or None, whole or None)
-    text, notes = made.write(folder, subject, code=code)
+            inspected = inspection.of_subject(given, options, world, device, units or None, whole or None)
+    text, notes = inspected.write(folder, subject, code=code)
     print(text)
     print(f"Written to {folder}: report.html; the program after every pass, with changes, drawing and regions; and a")
     print("trace for ui.perfetto.dev.")
@@ -115,12 +115,12 @@ def inspect_command(
 def _check_given(context: typer.Context, *, is_script: bool, pipelined: bool) -> None:
     """Raise OptionError for an option that does not apply to the subject."""
     own = ("stage", "prefetch", "checkpoint", "dtype", "batch", "sequence", "units", "whole", "memory_limit", "mesh")
-    unasked = dict.fromkeys(own, "the script chooses its own") if is_script else {}
+    inapplicable = dict.fromkeys(own, "the script chooses its own") if is_script else {}
     if pipelined:
-        unasked |= {"world": "--mesh sets it", "whole": "pipelines do not support it"}
+        inapplicable |= {"world": "--mesh sets it", "whole": "pipelines do not support it"}
     else:
-        unasked |= dict.fromkeys(("schedule", "microbatches", "split"), "it is for a pipeline, which needs --mesh")
-    for name, why in unasked.items():
+        inapplicable |= dict.fromkeys(("schedule", "microbatches", "split"), "it is for a pipeline, which needs --mesh")
+    for name, why in inapplicable.items():
         if is_given(context, name):
             fix = "leave it out" + "; if it is the script's own, put it after `--`" * is_script
             raise OptionError(name, f"does not apply here: {why}", fix)

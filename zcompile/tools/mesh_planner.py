@@ -77,8 +77,8 @@ def plan_meshes(
     """
     began = time.perf_counter()
     device, limit = target_of(hardware, memory_limit)
-    least = _rows_of(args, dict(kwargs or {}))
-    _check(model, world, dtype, global_batch, least)
+    rows = _rows_of(args, dict(kwargs or {}))
+    _check(model, world, dtype, global_batch, rows)
     _check_compared(times, schedules, stages, checkpoints)
     notes: list[str] = []
     plan = _plan_of(model, tensor_parallel, notes)
@@ -86,7 +86,7 @@ def plan_meshes(
     traced = TracedUnits(model, args, dict(kwargs or {}), computed, units, device, plan, loss_fn)
     recomputed = tuple(None if one is None else "unit" for one in checkpoints)
     compared = tuple(times), tuple(schedules), tuple(stages), recomputed
-    space = MeshSpace(world, global_batch or world * least, least, *compared)
+    space = MeshSpace(world, global_batch or world * rows, rows, *compared)
     search = MeshSearch(traced, space, limit, progress or (lambda *_: None), notes)
     search.run()
     own = "zcompile.tensor_parallel_plan(model)" if tensor_parallel is None else "tensor_parallel"
@@ -105,7 +105,7 @@ def plan_meshes(
     )
 
 
-def _check(model: nn.Module, world: int, dtype: torch.dtype | str | None, global_batch: int | None, least: int) -> None:
+def _check(model: nn.Module, world: int, dtype: torch.dtype | str | None, global_batch: int | None, rows: int) -> None:
     """Raise OptionError for an invalid option, and ModelError for a model that cannot be planned."""
     check_kinds(model)
     if check_divided(model) is not None:
@@ -119,9 +119,9 @@ def _check(model: nn.Module, world: int, dtype: torch.dtype | str | None, global
     _check_count("world", world)
     if global_batch is not None:
         _check_count("global_batch", global_batch)
-        if global_batch % least:
-            problem = f"is {global_batch}, and micro-batches have a multiple of {least} rows"
-            raise OptionError("global_batch", problem, f"give a multiple of {least}")
+        if global_batch % rows:
+            problem = f"is {global_batch}, and micro-batches have a multiple of {rows} rows"
+            raise OptionError("global_batch", problem, f"give a multiple of {rows}")
 
 
 def _check_count(name: str, count: object) -> None:

@@ -49,7 +49,7 @@ class MeshSearch:
     space: MeshSpace
     limit: float
     """Bytes per rank."""
-    tell: Progress
+    report_progress: Progress
     notes: list[str]
     best: dict[tuple[int, int, int], MeshForecast] = field(default_factory=dict)
     searched: int = 0
@@ -63,9 +63,9 @@ class MeshSearch:
 
     def run(self) -> None:
         """Search all meshes."""
-        tensors = list(self._parts())
+        tensors = list(self._tensor_sizes())
         for done, tensor in enumerate(tensors):
-            self.tell(f"tracing one of {tensor} part{'s' * (tensor > 1)}", done, len(tensors))
+            self.report_progress(f"tracing one of {tensor} part{'s' * (tensor > 1)}", done, len(tensors))
             try:
                 self._costs(tensor, self.space.times[0] * self.space.least, None)
             except (CaptureError, ModelError) as error:
@@ -76,14 +76,14 @@ class MeshSearch:
                 continue
             for pipeline in _divisors(self.space.world // tensor):
                 data = self.space.world // tensor // pipeline
-                self.tell(f"{pipeline} x {data} x {tensor}", done, len(tensors))
-                self._look_at(pipeline, data, tensor)
+                self.report_progress(f"{pipeline} x {data} x {tensor}", done, len(tensors))
+                self._search_mesh(pipeline, data, tensor)
         if self._left_out:
             most = f"stages x micro-batches are more than {ACTIONS // 2:,}"
             self.notes.append(f"{self._left_out} choices not compared: {most}")
-        self.tell("done", len(tensors), len(tensors))
+        self.report_progress("done", len(tensors), len(tensors))
 
-    def _parts(self) -> Iterator[int]:
+    def _tensor_sizes(self) -> Iterator[int]:
         """Degrees of tensor parallelism: at most the size of the innermost level of the network."""
         links = self.traced.hardware.links
         most = links[0].members if len(links) > 1 else self.space.world
@@ -93,7 +93,7 @@ class MeshSearch:
         """Costs of the units on a rank with tensor parallelism of degree `tensor`, for micro-batches of `size` rows."""
         return self.traced.costs(tensor, size // self.space.least, checkpoint=checkpoint is not None)
 
-    def _look_at(self, *mesh: int) -> None:
+    def _search_mesh(self, *mesh: int) -> None:
         """Forecast those choices on a mesh that may be faster than the best so far."""
         pipeline, data, tensor = mesh
         bounded = self._bounded(pipeline, data, tensor)

@@ -29,7 +29,7 @@ from zcompile.tools.arguments import (
     progress_bar,
     sizes_of,
 )
-from zcompile.tools.choices import CHECKPOINTS, FLAT, OWN, PIPED, PREFETCHES, SHARDS, STAGES
+from zcompile.tools.choices import CHECKPOINTS, FLAT, OWN, PIPED_WIDTH, PREFETCHES, SHARDS, STAGES
 
 if TYPE_CHECKING:
     from zcompile.cost.forecast import Plan, PrintedPlan
@@ -114,7 +114,7 @@ def plan_command(
     shapes = [sizes_of(one, "is not a mesh of two levels", fix) for one in mesh]
     with progress_bar(quiet=as_json) as progress:
         subject = subject_of(model, batch=batch, sequence=sequence)
-        made = plan(
+        result = plan(
             subject.model,
             subject.args,
             subject.kwargs,
@@ -131,9 +131,9 @@ def plan_command(
             whole=whole or None,
             progress=progress,
         )
-    made = replace(made, model=subject.name)
-    beside = {"batch": batch, "sequence": sequence} if as_json else None
-    _print_plan(made, beside, None if html is None else partial(_write_page, html, made))
+    result = replace(result, model=subject.name)
+    extra = {"batch": batch, "sequence": sequence} if as_json else None
+    _print_plan(result, extra, None if html is None else partial(_write_page, html, result))
 
 
 def _plan_meshes(context: typer.Context) -> None:
@@ -156,7 +156,7 @@ def _plan_meshes(context: typer.Context) -> None:
     device = load_profile(given["hardware"])
     with progress_bar(quiet=given["as_json"]) as progress:
         subject = subject_of(given["model"], batch=given["batch"], sequence=given["sequence"])
-        made = plan_meshes(
+        result = plan_meshes(
             subject.model,
             subject.args,
             subject.kwargs,
@@ -171,8 +171,8 @@ def _plan_meshes(context: typer.Context) -> None:
             units=given["units"] or None,
             progress=progress,
         )
-    made = replace(made, model=subject.name, texts=replace(made.texts, loss=subject.loss))
-    _print_plan(made, {} if given["as_json"] else None)
+    result = replace(result, model=subject.name, texts=replace(result.texts, loss=subject.loss))
+    _print_plan(result, {} if given["as_json"] else None)
 
 
 def _limit(text: str | None) -> int | None:
@@ -186,30 +186,30 @@ def _limit(text: str | None) -> int | None:
     return bytes_of("memory_limit", f"{text}B" if (text or "").isdecimal() else text)
 
 
-def _write_page(html: Path, made: Plan) -> None:
+def _write_page(html: Path, result: Plan) -> None:
     from zcompile.report.plan_page import write_plan_page
 
-    write_plan_page(html, made)
+    write_plan_page(html, result)
 
 
 def _print_plan(
-    made: PrintedPlan, beside: Mapping[str, int] | None, write_page: Callable[[], None] | None = None
+    result: PrintedPlan, extra: Mapping[str, int] | None, write_page: Callable[[], None] | None = None
 ) -> None:
-    """Print a plan, as JSON with the extra entries `beside` unless that is None, and write its page.
+    """Print a plan, as JSON with the entries `extra` unless that is None, and write its page.
 
     Raises:
         OptionError: nothing fits, for JSON.
         typer.Exit: nothing fits, for a table, which says so itself.
     """
-    if beside is not None:
-        print(json.dumps({**made.as_dict(), **beside}, indent=1))
+    if extra is not None:
+        print(json.dumps({**result.as_dict(), **extra}, indent=1))
     else:
-        made.print(Console(width=None if sys.stdout.isatty() else PIPED))
+        result.print(Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))
     if write_page is not None:
         write_page()
     try:
-        made.check_fits()
+        result.check_fits()
     except OptionError:
-        if beside is not None:
+        if extra is not None:
             raise
         raise typer.Exit(1) from None

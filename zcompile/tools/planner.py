@@ -85,19 +85,21 @@ def plan(
     """
     device, limit = target_of(hardware, memory_limit)
     check_worlds(worlds)
-    divided = divisions_of(replicas, hybrids, (True, False) if whole else (False,))
+    divisions = divisions_of(replicas, hybrids, (True, False) if whole else (False,))
     low = torch.bfloat16 if "bfloat16" in device.flops else torch.float16
-    choices = choices_of(dtypes or (None, low), stages, checkpoints, prefetches, divided)
-    tell = progress or (lambda *_: None)
+    choices = choices_of(dtypes or (None, low), stages, checkpoints, prefetches, divisions)
+    report_progress = progress or (lambda *_: None)
     rewriters, forecasts = dict[torch.dtype | None, Rewriter](), list[Forecast]()
     for done, choice in enumerate(choices):
         if choice.dtype not in rewriters:
-            tell(f"tracing in {str(choice.dtype or 'its own dtype').removeprefix('torch.')}", done, len(choices))
+            report_progress(
+                f"tracing in {str(choice.dtype or 'its own dtype').removeprefix('torch.')}", done, len(choices)
+            )
             traced = trace(model, args, kwargs, dtype=choice.dtype, units=units, whole=whole, device=device.device)
             rewriters[choice.dtype] = Rewriter(model, traced, units, whole)
-        tell(str(choice), done, len(choices))
+        report_progress(str(choice), done, len(choices))
         forecasts += rewriters[choice.dtype].forecasts(choice, list(dict.fromkeys(worlds)), device)
-    tell("done", len(choices), len(choices))
+    report_progress("done", len(choices), len(choices))
     if not forecasts:
         fix = "add None, or give units= of modules that compute something"
         raise OptionError("checkpoints", f"{list(checkpoints)} have no effect on this model", fix)
@@ -150,7 +152,7 @@ def choices_of(
     stages: Sequence[int],
     checkpoints: Sequence[Checkpoint],
     prefetches: Sequence[int],
-    divided: Sequence[Division] = ((1, Hybrid.HSDP, False),),
+    divisions: Sequence[Division] = ((1, Hybrid.HSDP, False),),
 ) -> list[Choice]:
     """All valid combinations. Stage 0 neither gathers nor shards, so prefetches and divisions do not multiply it.
 
@@ -161,7 +163,7 @@ def choices_of(
         Choice(stage, prefetch, checkpoint, dtype, *(division if stage else ()))
         for dtype in dtypes
         for stage in stages
-        for division in divided
+        for division in divisions
         if stage == 3 or division[1] is not Hybrid.HPZ  # in stages 1 and 2, which keep full copies, hpZ equals HFSDP
         for checkpoint in checkpoints
         for prefetch in (prefetches if stage else prefetches[:1])
@@ -210,7 +212,7 @@ class Rewriter:
         Raises:
             OptionError: the checkpoint setting has no effect, or its budget cannot be met.
         """
-        before, behind = _options_of(choice).pipeline().until(Trait.SCHEDULES)
+        before, after = _options_of(choice).pipeline().until(Trait.SCHEDULES)
         first = [step for step in before if Trait.BEFORE_LAYOUT in step.traits]
         shared = self._run((), self._traced, first)
         layout = make_layout(
@@ -227,7 +229,7 @@ class Rewriter:
         budget = choice.prefetch if choice.checkpoint not in (None, "unit") else None
         head = (choice.stage, choice.checkpoint, world, replicas, choice.hybrid, choice.owners, budget)
         placed = self._run(head, at_stage, [step for step in before if step not in first])
-        return self._run((*head, choice.prefetch), placed, behind).program
+        return self._run((*head, choice.prefetch), placed, after).program
 
     def _run(self, key: tuple[Any, ...], begun: Verified, passes: Sequence[Pass]) -> Verified:
         """Run `passes` on a program; results are cached by `key`."""

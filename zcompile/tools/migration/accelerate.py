@@ -87,7 +87,7 @@ def script_of(values: Mapping[str, Any], source: str) -> Script:
     _launch(config, script)
     steps = config.number("gradient_accumulation_steps", 1)
     script.accumulate = str(steps) if steps > 1 else script.accumulate
-    script.tell_rest(config, OTHERWISE, MISSING)
+    script.note_rest(config, OTHERWISE, MISSING)
     return script
 
 

@@ -53,7 +53,7 @@ def script_of(values: Mapping[str, Any], source: str) -> Script:
     _levels(config, script)
     _offload(config, script)
     _activations(config, script)
-    script.tell_rest(config, OTHERWISE, MISSING)
+    script.note_rest(config, OTHERWISE, MISSING)
     return script
 
 

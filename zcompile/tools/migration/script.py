@@ -54,7 +54,7 @@ class Script:
     @property
     def text(self) -> str:
         """The script as Python, with notes as comments."""
-        code = [*self._imports(), "", *self._made(), "", *self._loop()]
+        code = [*self._imports(), "", *self._setup(), "", *self._loop()]
         lines = [f"# From {self.source}. `model`, `batches` and `loss_of(model, batch)` are yours."]
         if "args." in str(code):
             lines.append('# `args` are the TrainingArguments that the Trainer uses for "auto" values.')
@@ -76,7 +76,7 @@ class Script:
         yield ""
         yield "import zcompile"
 
-    def _made(self) -> Iterator[str]:
+    def _setup(self) -> Iterator[str]:
         if self.launch is not None:
             yield f"# {self.launch}"
         if self.options.get("offload_parameters") == '"cpu"':
@@ -120,7 +120,7 @@ class Script:
         yield from ("optimizer.step()",) if self.scaler is None else ("scaler.step(optimizer)", "scaler.update()")
         yield "optimizer.zero_grad()"
 
-    def tell_rest(self, config: Config, otherwise: Mapping[str, str], missing: Mapping[str, str]) -> None:
+    def note_rest(self, config: Config, otherwise: Mapping[str, str], missing: Mapping[str, str]) -> None:
         """Add a note for every key that was not converted, from these texts by path."""
         known = {*otherwise, *missing}
         for path, value in config.rest(known):
