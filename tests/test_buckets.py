@@ -118,5 +118,5 @@ def test_a_bucket_that_is_no_size_is_refused(bucket: Any) -> None:
 
 
 def test_a_bucket_beside_a_whole_pipeline_is_refused() -> None:
-    with pytest.raises(OptionError, match="bucket: is of no use beside a pipeline given as a whole"):
+    with pytest.raises(OptionError, match="bucket: has no effect on a pipeline given as a whole"):
         zcompile.compile(make("mlp"), bucket="25 MiB", passes=zcompile.pipeline())

@@ -209,7 +209,7 @@ def test_a_wait_between_launches_of_two_groups_in_two_orders_is_a_circle() -> No
 def test_a_rank_without_a_text_is_named() -> None:
     lines = pipeline(3)
     del lines[1]
-    with pytest.raises(ProofError, match=r"rank 0, line \d+: sends .* with rank 1, of which there is no text"):
+    with pytest.raises(ProofError, match=r"rank 0, line \d+: sends .* with rank 1, whose text is missing"):
         check(lines, 3)
 
 
@@ -471,7 +471,7 @@ CHAINED = joined(CHAIN, GATHERED)
     [
         ("c_gather = all_gather(c)", "c_gather = gossip(c)", r"line \d+: gossip is not known: it may communicate"),
         ("c_full = wait(c_gather)", "c_full = wait(d_gather)", "line \\d+: 'd_gather' is not defined here"),
-        ("all_gather(b)", "all_gather(x)", r"`b_gather = all_gather\(x\)` gives all_gather what it does not take"),
+        ("all_gather(b)", "all_gather(x)", r"`b_gather = all_gather\(x\)` gives all_gather arguments it does not take"),
         ("yb = region_0(b_full, ya)", "for y in x: pass", "is no statement of a program"),
         ("release(a_full)", "release(a_full", "is no Python"),
         ('axes = {"dp": "shard 2"}', 'axes = {"dp": "shared 2"}', "'shared 2' is no axis"),
@@ -524,7 +524,7 @@ def test_gradients_are_counted() -> None:
     }
     none = read_events({"": given.replace("reduce_scatter(c, [gc])", "reduce_scatter(c, [None])")})
     assert "backward: reduce_scatter c ()" in {e.what for e in none.events}
-    with pytest.raises(ProofError, match=r"\[gc, gc\]\)` gives reduce_scatter what it does not take"):
+    with pytest.raises(ProofError, match=r"\[gc, gc\]\)` gives reduce_scatter arguments it does not take"):
         read_events({"": given.replace("reduce_scatter(c, [gc])", "reduce_scatter(c, [gc, gc])")})
 
 

@@ -601,7 +601,7 @@ def wrong(rank: int, case: str) -> str:
         ("on meta", ModelError, "is on the meta device, and the model is tensor-parallel"),
         ("no mesh", GroupError, "mesh=mesh['dp']"),
         ("its own mesh", GroupError, "parameters are divided over"),
-        pytest.param("another mesh", GroupError, "is no dimension beside", marks=pytest.mark.slow),
+        pytest.param("another mesh", GroupError, "cannot be combined with", marks=pytest.mark.slow),
         pytest.param("weights", OptionError, "load_full_state_dict afterwards", marks=pytest.mark.slow),
         ("differing", ModelError, "norm.weight"),
         pytest.param(

@@ -208,7 +208,7 @@ def _mistaken_item(program: Program, node: fx.Node, op: Item) -> Iterator[Violat
     if op.index >= len(program.regions[found.region].outputs):
         yield Violation(node, f"{node.name} is result {op.index} of {label(call)}, which has fewer")
     elif node.prev is not call and not (isinstance(data(node.prev).op, Item) and call in node.prev.all_input_nodes):
-        yield Violation(node, f"{node.name} does not stand behind {call.name}, of which it is a result")
+        yield Violation(node, f"{node.name} does not follow {call.name}, whose result it is")
 
 
 def _text_matches_data(node: fx.Node) -> Iterator[Violation]:
@@ -242,7 +242,7 @@ def _phases_split(program: Program) -> Iterator[Violation]:
             yield Violation(node, f"{node.name} belongs to the {meta.phase}, {label(source)} to the other phase")
         seen_backward |= meta.phase is Phase.BACKWARD
         if seen_backward and meta.phase is Phase.FORWARD:
-            yield Violation(node, f"{node.name} belongs to the forward but stands in the backward")
+            yield Violation(node, f"{node.name} belongs to the forward but is in the backward")
         for source in node.all_input_nodes:
             crosses = data(source).phase is Phase.FORWARD and meta.phase is Phase.BACKWARD
             if crosses and source in derived and not isinstance(meta.op, Results):

@@ -59,7 +59,7 @@ class _Layout:
             fix = "call the model with one size, or let it take and give plain tensors: x.to_local()"
             raise CaptureError(name, "is a DTensor whose size varies between calls", fix)
         if not all(type(placement) in (Shard, Replicate, Partial) for placement in tensor.placements):
-            fix = "let the module that makes it give a plain tensor, or fix the graph break behind it (see explain())"
+            fix = "let its module give a plain tensor, or fix the graph break that it comes from (see explain())"
             raise CaptureError(name, f"is a DTensor placed {tensor.placements}", fix)
         return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
 

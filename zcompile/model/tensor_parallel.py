@@ -130,7 +130,7 @@ def _check_placement(name: str, param: DTensor) -> None:
 def _joint(data: DeviceMesh | None, model: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh, tuple[AxisKind, ...]]:
     """Return the joint mesh, the same flattened, and the kinds of `data`'s axes; raise GroupError. Collective."""
     names = model.mesh_dim_names or ("tp",)
-    fix = f"give the other dimension of the mesh that {names[0]!r} is of: mesh=mesh['dp']"
+    fix = f"give the other dimension of the mesh of {names[0]!r}: mesh=mesh['dp']"
     if data is None:
         raise GroupError("mesh", f"is missing, and parameters are divided over {model}", fix)
     if data == model:
@@ -139,11 +139,11 @@ def _joint(data: DeviceMesh | None, model: DeviceMesh) -> tuple[DeviceMesh, Devi
         joint = joint_mesh(data, model)
         ranks = joint.mesh.flatten()
         if not torch.equal(ranks, ranks.sort().values):  # torch cannot reduce over dimensions in another order
-            raise ValueError("it comes behind it")
+            raise ValueError("the data-parallel dimension comes after it")
         return joint, flattened(joint), tuple(data_axes(data).values())
     except (RuntimeError, KeyError, ValueError) as error:
         fix = f"{fix}, the data-parallel one before it, as in init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
-        raise GroupError("mesh", f"is no dimension beside {model}: {error}", fix) from error
+        raise GroupError("mesh", f"cannot be combined with {model}: {error}", fix) from error
 
 
 def check_replicated(model: nn.Module, parallel: ModelParallel, everyone: Agreement, *, first: bool) -> ModelParallel:

@@ -394,7 +394,7 @@ class RankStep(ComparedStep):
             for message in (*wanted, *given):
                 count, want = given.count(message), wanted.count(message)
                 if count != want:
-                    self.refuse(f"comes behind {count} lines {kind} {message.name!r}, {message.peer}; want {want}")
+                    self.refuse(f"comes after {count} lines {kind} {message.name!r}, {message.peer}; want {want}")
         for kind in ("collective", "write"):
             for term, place in self.effects[kind]:
                 self.terms.here = place

@@ -249,7 +249,7 @@ class Evaluation:
             self.refuse(f"unpacks {len(value)} results into {count} names")
         else:
             if count < len(names) and type(value) is not list and ast.unparse(names[-1]) != "*_":
-                self.refuse("gives one name to results of which it is not known how many there are")
+                self.refuse("gives one name to an unknown number of results")
             results = [self._item(value, i) for i in range(count)] + ([value[count:]] if type(value) is list else [[]])
         marks = text.types(names) if self.marks else dict[str, tuple[str, str, str]]()
         reserved = self.functions if self._outer else RUNTIME
@@ -561,7 +561,7 @@ class Evaluation:
         for grads in returned:
             self.deliver(grads)
         if returned and any(shards.version for shards in self.units.values()):
-            self.refuse("returns gradients, of which a program that updates uses all")
+            self.refuse("returns gradients, but a program that updates uses all of them")
 
     def deliver(self, grads: Any) -> None:
         """Deliver the gradients of a unit to the optimizer."""

@@ -159,7 +159,7 @@ def _mistake(column: Mapping[int, tuple[str, RankPart]]) -> str:
     parts = [part for _, part in column.values()]
     shared = [param for part in parts for param in part.shared]
     if parted := [a.param for a in shared for b in shared if a.param == b.param and a != b]:
-        return f"ranks have said otherwise whose sum the gradient of {parted[0]} is"
+        return f"ranks disagree about what the gradient of {parted[0]} sums"
     numbers = [(result, number) for number in range(own.microbatches) for result in range(_count(capture))]
     written = {result for result, _ in own.written}
     return (

@@ -286,7 +286,7 @@ class _Reader:
 
     def _runtime(self, call: _Call, body: _Body) -> None:
         """Handle a call of a runtime function."""
-        problem = f"`{call.text}` gives {call.name} what it does not take"
+        problem = f"`{call.text}` gives {call.name} arguments it does not take"
         try:
             given = [value_of(argument, self.names) for argument in call.tree.args]
             options = {word.arg: value_of(word.value, self.names) for word in call.tree.keywords if word.arg}
@@ -314,7 +314,7 @@ class _Reader:
         if group is None or not isinstance(op, (Fetch, Send, Receive)):
             return None  # local, or a transfer with the host or a disk
         if not call.types:
-            raise call.error("the type of what is sent does not stand in the margin")
+            raise call.error("the margin lacks the type of the value sent")
         if isinstance(op, Fetch):
             return call.event(Act.JOIN, group.axis, f"fetch {call.types}")
         peer = op.to if isinstance(op, Send) else op.source

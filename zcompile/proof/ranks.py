@@ -215,7 +215,7 @@ def _peer(rank: int, event: RankEvent, group: list[int]) -> int:
 
 def _present(ranks: Ranks, rank: int, group: list[int], event: RankEvent) -> None:
     if lacking := [member for member in group if member not in ranks]:
-        problem = f"{event.act} {event.what!r} with {_named(lacking)}, of which there is no text"
+        problem = f"{event.act} {event.what!r} with {_named(lacking)}, whose text is missing"
         raise ProofError(
             f"rank {rank}, {event.where}", problem, "give the texts of all ranks: compiled.dump(folder, all_ranks=True)"
         )

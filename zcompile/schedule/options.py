@@ -144,7 +144,7 @@ class Options:
         keeping = [option for option in ("cuda_graphs", "arenas") if getattr(self, option)]
         if self.memory_limit is not None and keeping:
             fix = "leave one of the two out: an arena has room for what is alive at most, and has it all the time"
-            raise OptionError(keeping[0], "cannot be had beside a memory_limit", fix)
+            raise OptionError(keeping[0], "cannot be combined with a memory_limit", fix)
         if self.offload_parameters is not None and self.stage == 0:
             fix = "choose stage 1, 2 or 3, or leave it out"
             raise OptionError("offload_parameters", "moves shards, and stage 0 has none", fix)
@@ -255,7 +255,7 @@ class Options:
             fix = "give it to zcompile.pipeline(...), or changes to the pipeline by name here"
             if option == "prefetch":
                 fix = "give a number, or changes to the pipeline by name"
-            raise OptionError(option, "is of no use beside a pipeline given as a whole", fix)
+            raise OptionError(option, "has no effect on a pipeline given as a whole", fix)
 
 
 def _check_changes(passes: object) -> None:
