@@ -395,7 +395,7 @@ def test_an_operation_that_makes_nan_is_found(threads: Threads, tmp_path: Path, 
 def test_a_parameter_that_was_nan_is_found_with_the_rank_that_keeps_it(threads: Threads, tmp_path: Path) -> None:
     threads.run(2, not_finite, tmp_path, "parameter", "eager")
     _, text = command("replay", tmp_path, "--rank", 0)
-    assert "blocks.1.mlp.0.weight has it in the rows of rank 1: it was not finite before this step." in text
+    assert "blocks.1.mlp.0.weight has it in the rows of rank 1: the parameter was not finite before this step." in text
     _, text = command("replay", tmp_path, "--rank", 1)
     assert "It is in this rank's shard of the parameter, which was not finite before this run." in text
 
