@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zcompile.cost.hardware import CPU, GPU, Hardware
-from zcompile.cost.memory import model_state
 from zcompile.engine.calibration import measure
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import point_at_shards, watch_optimizers
@@ -46,8 +45,8 @@ from zcompile.pipelining.program import (
     choose_prefetch,
     choose_starts,
     homes_of,
-    layout_of_rank,
     rewrite,
+    with_budget,
 )
 from zcompile.pipelining.ranks import PipelineRanks
 from zcompile.pipelining.reports import PipelineCode
@@ -57,7 +56,6 @@ from zcompile.runtime.gradients.optimizer_trials import parameters_held
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.lockstep import RunKind
-from zcompile.schedule.decision import checkpoint_budget
 from zcompile.schedule.option_checks import check_gathered
 from zcompile.schedule.options import Options
 from zcompile.state.model_state import ModelState
@@ -183,26 +181,12 @@ def _rewritten(setup: StepSetup, traced: Program) -> tuple[PipelinePlace, Option
     starts = ranks.everyone.attempt("the stages", choose, shown=True)[1][0]
     place = PipelinePlace(setup.table, ranks.links.rank, ranks.links.axis, tuple(starts))
     place = replace(place, homes=homes_of(traced, place))
-    bounded = _with_budget(setup, traced, place)
+    model = setup.trained.model
+    bounded = with_budget(setup.options, traced, place, lambda: free_bytes(ranks.device) + bytes_of_model(model))
     options = replace(setup.options, prefetch=_prefetch(setup, traced, place, bounded))
     bounded = replace(bounded, prefetch=options.prefetch)
     make = partial(rewrite, traced, place, bounded, hardware, updates=setup.updater is not None)
     return place, options, ranks.everyone.attempt("the program", make)[0]
-
-
-def _with_budget(setup: StepSetup, traced: Program, place: PipelinePlace) -> Options:
-    """The options with checkpoint="auto" resolved to the bytes left on this rank besides shards and optimizer state.
-
-    Ranks may get different figures, since recomputation is local to a rank.
-    """
-    options = setup.options
-    if options.checkpoint != "auto":
-        return options
-    layout = layout_of_rank(traced, place)
-    before = bytes_of_model(setup.trained.model)
-    shards = 0 if layout.away else model_state(layout).parameters
-    budget = checkpoint_budget(options, layout, lambda: free_bytes(setup.ranks.device) + before - shards)
-    return replace(options, checkpoint=budget)
 
 
 def _prefetch(setup: StepSetup, traced: Program, place: PipelinePlace, options: Options) -> int:

@@ -15,7 +15,7 @@ from typing import Literal
 from torch import fx
 
 from zcompile.cost.hardware import CPU, Hardware
-from zcompile.cost.memory import peak_bytes
+from zcompile.cost.memory import model_state, peak_bytes
 from zcompile.cost.roofline import bucket_for, operation_seconds
 from zcompile.cost.simulator import step_seconds
 from zcompile.errors import OptionError
@@ -32,7 +32,7 @@ from zcompile.passes.pipelining.unroll_microbatches import unroll_microbatches
 from zcompile.pipelining.balance import StageMemory, balanced
 from zcompile.proof.values import RankValues, SharedParameter, TracedTerms
 from zcompile.report.dumps import dumping_failures
-from zcompile.schedule.decision import DEPTHS, WORTH
+from zcompile.schedule.decision import DEPTHS, WORTH, checkpoint_budget
 from zcompile.schedule.default_pipeline import Partition, of_stages, of_steps, run_passes
 from zcompile.schedule.option_checks import AUTO, bytes_of, checkpoint_of
 from zcompile.schedule.options import Options
@@ -133,6 +133,18 @@ def layout_of_rank(traced: Program, place: PipelinePlace) -> Layout:
     """The layout of a rank: the units of its stages."""
     stages = place.cut(traced)
     return traced.layout.with_units(tuple(unit for number in place.own for unit in stages[number].program.layout.units))
+
+
+def with_budget(options: Options, traced: Program, place: PipelinePlace, free: Callable[[], float]) -> Options:
+    """The options with checkpoint="auto" resolved to bytes, of the `free` ones that the rank's shards leave.
+
+    Ranks may get different figures, since recomputation is local to a rank.
+    """
+    if options.checkpoint != "auto":
+        return options
+    layout = layout_of_rank(traced, place)
+    shards = 0 if layout.away else model_state(layout).parameters
+    return replace(options, checkpoint=checkpoint_budget(options, layout, lambda: free() - shards))
 
 
 def rewrite(

@@ -30,7 +30,7 @@ from zcompile.ir.program import Program
 from zcompile.model.units import axes_over, make_layout
 from zcompile.pipelining.action_tables import action_table
 from zcompile.pipelining.guard import check_traced
-from zcompile.pipelining.program import PipelinePlace, check_options, choose_starts, rewrite
+from zcompile.pipelining.program import PipelinePlace, check_options, choose_starts, rewrite, with_budget
 from zcompile.pipelining.ranks import PIPELINE
 from zcompile.pipelining.reports import explain_pipeline
 from zcompile.recording.recording import rank_folder
@@ -137,7 +137,8 @@ def of_pipeline(
     traced, guessed = replace(traced, layout=layout), guess_for(hardware.device)
     starts = choose_starts(traced, table, split, guessed, options)
     places = (PipelinePlace(table, rank, PIPELINE, starts) for rank in range(pipeline))
-    journals = tuple(rewrite(traced, place, options, guessed).journal for place in places)
+    bounded = ((place, with_budget(options, traced, place, lambda: hardware.memory)) for place in places)
+    journals = tuple(rewrite(traced, place, own, guessed).journal for place, own in bounded)
     return Inspected(journals, hardware, table, data)
 
 
