@@ -1,4 +1,4 @@
-"""Agreement: ranks compare texts through the store, with a deadline: a difference is an error and not a hang."""
+"""Agreement: ranks compare texts through the store, with a deadline: a difference raises an error and does not hang."""
 
 from __future__ import annotations
 
@@ -23,40 +23,41 @@ from zcompile.torch_internals.distributed import default_store, group_timeout, i
 T = TypeVar("T")
 
 FIRST_LOOK = 0.001
-"""Seconds after which the store is asked again for what the other ranks write; then twice as many each time."""
+"""Seconds until the store is polled again for the other ranks' texts; doubled after each poll."""
 ALIKE = "run the same code, options and environment on every rank"
 _WITHDRAWN = "\0"
-"""What begins the text of a rank that does not come, because of the error behind it."""
+"""Prefix of the text of a rank that withdraws; the reason follows as JSON."""
 
 
 class Agreement:
-    """What the ranks of a mesh have agreed on so far, in order."""
+    """Comparisons between the ranks of a mesh, numbered in order."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.count = 0
         self.number = 0
-        """Which of this rank's models on the group it is, from 1."""
+        """Number of this model among this rank's models on the group, from 1."""
         self.prefix = ""
         # A fake group has one real rank, which has nobody to agree with.
         self.alone = communicator.size == 1 or communicator.is_fake
         if not self.alone:
-            self.prefix, self.number = _meeting(communicator.waits.ranks, communicator.waits.rank)
+            self.prefix, self.number = _next_prefix(communicator.waits.ranks, communicator.waits.rank)
 
     def reach(
         self, what: str, lines: Sequence[str], fix: str = ALIKE, conflict: Callable[[], str] | None = None
     ) -> None:
-        """Return once every rank came here with the same `lines`, or others that fit together.
+        """Return once every rank has called this with the same `lines`, or with compatible ones.
 
         Args:
-            what: What is compared, the same on all ranks.
-            lines: What this rank has of it.
-            fix: What to do where they differ.
-            conflict: Called on every rank where lines differ: what is wrong with that; empty if it is right. It may be
-                collective. Without it, every difference is wrong.
+            what: Name of what is compared; the same on all ranks.
+            lines: This rank's version of it.
+            fix: How to fix a difference; part of the error.
+            conflict: Called on every rank if lines differ; returns what is wrong, or an empty string. May be
+                collective. Without it, every difference is an error.
 
         Raises:
-            AgreementError: on every rank: the first line that differs and whose it is, or who did not come in time.
+            AgreementError: on every rank: the first line that differs with each version, or the ranks that came too
+                late.
         """
         shared = [text.split("\n") for text in self._exchange("\n".join([what, *lines]), what)]
         self._compare(what, [texts[:1] for texts in shared])
@@ -67,20 +68,20 @@ class Agreement:
             raise AgreementError(what, difference, fix)
 
     def share(self, what: str, text: str) -> list[str]:
-        """The texts of all ranks, in their order, once every rank came here for the same thing.
+        """The texts of all ranks, in rank order, once every rank has called this with the same `what`.
 
         Raises:
-            AgreementError: on every rank: who came for something else, or who did not come in time.
+            AgreementError: on every rank; some ranks called this with another `what`, or did not arrive in time.
         """
         pairs = [shared.partition("\n") for shared in self._exchange(f"{what}\n{text}", what)]
         self._compare(what, [[what] for what, _, _ in pairs])
         return [text for _, _, text in pairs]
 
     def together(self, what: str, where: str, make: Callable[[], T]) -> T:
-        """What `make` gives, once it has given something on every rank.
+        """Return the result of `make` once it has succeeded on every rank.
 
         Raises:
-            StateError: on every rank: it raised one on some rank, about `where`.
+            StateError: on every rank, about `where`: `make` raised one on some rank.
         """
         failure = ""
         try:
@@ -94,16 +95,16 @@ class Agreement:
         return made
 
     def attempt(self, what: str, act: Callable[[], T], *, shown: bool = False) -> tuple[T, list[Any]]:
-        """What `act` gives, once it has come to its end on every rank; with `shown` also what it gave to each, as JSON.
+        """Return the result of `act` once it succeeded on every rank, and with `shown` each rank's result, via JSON.
 
         Raises:
-            ZcompileError: on every rank, the same: that which it raised on some rank.
+            ZcompileError: the same on every rank: the first one, in rank order, that `act` raised.
         """
         error: ZcompileError | None = None
-        told: list[Any] = [None, None]
+        outcome: list[Any] = [None, None]
         try:
             result = act()
-            told[1] = result if shown else None
+            outcome[1] = result if shown else None
         except ZcompileError as raised:
             error = raised
         except Exception as raised:
@@ -111,8 +112,8 @@ class Agreement:
             error = StateError(what, f"failed on rank {rank}: {kind}: {raised}", "fix that and try again")
             error.__cause__ = raised
         if error is not None:
-            told[0] = [type(error).__name__, error.subject, error.problem, error.fix]
-        answers = [json.loads(text) for text in self.share(what, json.dumps(told))]
+            outcome[0] = [type(error).__name__, error.subject, error.problem, error.fix]
+        answers = [json.loads(text) for text in self.share(what, json.dumps(outcome))]
         for failure, _ in answers:
             if failure is not None:
                 raise getattr(errors, failure[0])(*failure[1:]) from error
@@ -136,7 +137,7 @@ class Agreement:
 
 
 def _read(store: dist.Store, ranks: Sequence[int], waits: Waits, limit: timedelta, what: str) -> list[str]:
-    """What each of `ranks` has written into `store` under its number, once all have.
+    """The texts that `ranks` have written into `store`, once all have.
 
     Raises:
         AgreementError: some did not within `limit`, or one has withdrawn.
@@ -166,8 +167,8 @@ def _await(store: dist.Store, ranks: Sequence[int], waits: Waits, limit: timedel
     def done(seconds: float) -> bool:
         end, pause = time.perf_counter() + seconds, FIRST_LOOK
         while (left := end - time.perf_counter()) > 0:
-            # Not `store.wait`: each time that it ends without an answer, a TCPStore writes two warnings.
-            with contextlib.suppress(RuntimeError):  # of a store that is gone
+            # Not `store.wait`: TCPStore logs two warnings each time that it times out.
+            with contextlib.suppress(RuntimeError):  # the store is gone
                 if store.check(keys):
                     return True
             time.sleep(min(pause, left))
@@ -178,17 +179,17 @@ def _await(store: dist.Store, ranks: Sequence[int], waits: Waits, limit: timedel
     waits.over()
     if late := missing():
         seconds = f"{limit.total_seconds():.0f} s"
-        problem = f"{named(late)} did not get here within {seconds}, rank {waits.rank} did"
+        problem = f"{named(late)} did not arrive within {seconds}, but rank {waits.rank} did"
         if (culprits := waits.culprits(late)) != late:
             problem += f"; {named(culprits)} kept {'it' if len(late) == 1 else 'them'} waiting"
         fix = f"look for an error of {named(culprits)}; every rank must make the same calls in the same order"
         raise AgreementError(what, problem, fix)
 
 
-def _meeting(ranks: Sequence[int], rank: int) -> tuple[str, int]:
-    """Where `ranks` write in the store what they compare of their next model, and its number on `rank`, from 1.
+def _next_prefix(ranks: Sequence[int], rank: int) -> tuple[str, int]:
+    """The store prefix for comparisons of the ranks' next model, and that model's number on `rank`, from 1.
 
-    The store counts a rank's models, so that the n-th of all of them meet.
+    The store counts models per rank, so that the n-th models of all ranks share a prefix.
     """
     name = f"zcompile/{hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest()[:16]}"
     number = default_store().add(f"{name}/models of {rank}", 1)
@@ -197,46 +198,46 @@ def _meeting(ranks: Sequence[int], rank: int) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def propagate_failure(ranks_of: Callable[[], Sequence[int]], *, every: bool = False) -> Iterator[None]:
-    """Around what a rank does alone before ranks agree on a model: where that fails, the others are told, who wait.
+    """Around a rank's local work before ranks agree on a model: report its failure to the ranks that wait.
 
-    Nothing is made here that takes other ranks, as groups do: they are not there.
+    Do not create groups within it: other ranks would not take part.
 
     Args:
-        ranks_of: Gives the ranks that will come for the same model, this one among them.
-        every: Errors of groups, too: where none of the model's own is made within.
+        ranks_of: Returns the ranks that will create the same model, including this one.
+        every: Report GroupErrors, too; only if no group of the model is created within.
     """
     try:
         yield
     except ZcompileError as error:
-        # Other errors of agreements and groups are all ranks' own, or of groups through which nobody can be told.
+        # Every rank raises an AgreementError itself, and a broken group cannot carry a report.
         own = isinstance(error, AgreementError) or (isinstance(error, GroupError) and not every)
         if not own and dist.is_initialized():
-            with contextlib.suppress(Exception):  # of a mesh that cannot be meant, or a store that is gone
+            with contextlib.suppress(Exception):  # the mesh may be invalid, or the store gone
                 _withdraw(ranks_of(), error)
         raise
 
 
 def preflight_barrier(ranks: Sequence[int], device: torch.device, what: str) -> None:
-    """Return once all of `ranks` are through what `propagate_failure` stands around: before groups of them are made.
+    """Return once all of `ranks` have passed the work inside `propagate_failure`; call it before creating their groups.
 
     Raises:
-        AgreementError: one failed there, or did not come within the timeout of the default group.
+        AgreementError: one failed there, or did not arrive within the default group's timeout.
     """
     world = dist.GroupMember.WORLD
     if world is None or len(ranks) == 1 or is_fake(world):
         return
-    prefix, _ = _meeting(ranks, dist.get_rank())
+    prefix, _ = _next_prefix(ranks, dist.get_rank())
     store = dist.PrefixStore(f"{prefix}/1", default_store())
     store.set(str(dist.get_rank()), "")
     _read(store, ranks, Waits(world), group_timeout(world, device), what)
 
 
 def _withdraw(ranks: Sequence[int], error: ZcompileError) -> None:
-    """Write, in place of what is compared first, why this rank has nothing to compare."""
+    """Write why this rank withdraws, in place of its first text to compare."""
     rank = dist.get_rank()
     if len(ranks) > 1 and rank in ranks:
         problem = f"{type(error).__name__}: {error.subject}: {error.problem}"
-        prefix, _ = _meeting(ranks, rank)
+        prefix, _ = _next_prefix(ranks, rank)
         dist.PrefixStore(f"{prefix}/1", default_store()).set(str(rank), _WITHDRAWN + json.dumps([problem, error.fix]))
 
 

@@ -1,11 +1,11 @@
-"""Arenas: memory that is kept from step to step, lent to one run of a program after the other.
+"""Arenas: memory kept from step to step and lent to one program run at a time.
 
-A loan ends when the last tensor in it is gone, whoever holds that: autograd for a backward to come, a message on its
-way, the user. Until then nobody else gets the memory, so two forwards before their backwards have two arenas.
+A loan ends when the last tensor in it is freed, whoever holds it: autograd for a later backward, a message in flight,
+the user. Until then no other run gets the memory, so two forwards before their backwards use two arenas.
 
-On CUDA a loan is made on the current stream, and only to programs on that stream: whatever the next one writes comes
-behind what the one before has read. A tensor that another stream reads must be kept until it has: `record_stream`, by
-which torch's allocator would know, means nothing for memory that is lent.
+On CUDA, a loan is made on the current stream, and the memory is lent only to programs on that stream: a later run's
+writes are ordered after an earlier run's reads. A tensor that another stream reads must be kept alive until it has:
+`record_stream` only informs torch's caching allocator, which does not manage lent memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zcompile.torch_internals.autograd import keeps_graph
 
 
 class Loan:
-    """Bytes of an arena that are one program's for the moment."""
+    """Bytes of an arena, lent to one program run."""
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
         self._storage, self._device = storage, device
@@ -31,8 +31,8 @@ class Loan:
     def __getitem__(self, part: slice) -> torch.Tensor:
         """The bytes [start, stop), uint8 [stop - start].
 
-        It is no view of a tensor: what is written to one part must not count as a change of another one, which autograd
-        may hold for a backward.
+        Not a view of a shared tensor: views share a version counter, so a write to one part would invalidate others
+        that autograd has saved for a backward.
         """
         empty = torch.empty(0, dtype=torch.uint8, device=self._device)
         return empty.set_(self._storage, part.start, (part.stop - part.start,), (1,))
@@ -42,9 +42,9 @@ class Loan:
 
 
 class Places:
-    """A line's place, of which its tensors take their parts one behind the other; what it has no room for is allocated.
+    """Memory planned for one line, handed out front to back; tensors that do not fit are allocated.
 
-    So are gradients in another dtype than planned: those to which held back ones have been added.
+    Gradients to which held ones were added, for example, may have another dtype than planned.
     """
 
     def __init__(self, at: torch.Tensor | None, device: torch.device) -> None:
@@ -60,13 +60,13 @@ class Places:
 
 
 class ActivationStack:
-    """Memory that is filled from one end to the other in the order of `take`; what is beyond it is allocated."""
+    """Memory handed out front to back in the order of `take`; the caller allocates what no longer fits."""
 
     def __init__(self, loan: Loan | None) -> None:
         self._loan, self.wanted = loan, 0
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """Bytes of one's own, uint8 [nbytes]; None if there are none left."""
+        """The next free bytes, uint8 [nbytes]; None if too few are left."""
         start, self.wanted = self.wanted, self.wanted + aligned(nbytes)
         if self._loan is None or self.wanted > len(self._loan):
             return None
@@ -93,11 +93,11 @@ class Arenas:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept, lent or not."""
+        """Bytes held, lent or not."""
         return sum(block.memory.nbytes for block in self._blocks)
 
     def lend(self, nbytes: int) -> Loan:
-        """At least `nbytes` that nobody else has. A free arena that is too small makes room for a larger one."""
+        """Lend at least `nbytes`. If all free arenas are too small, the largest is replaced by a larger one."""
         stream = stream_number(self.device)
         free = sorted(
             (block for block in self._blocks if block.is_free and block.stream == stream),
@@ -110,12 +110,12 @@ class Arenas:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             block = _Block(memory, stream)
             self._blocks.append(block)
-        lent = torch.from_dlpack(block.memory)
+        lent = torch.from_dlpack(block.memory)  # a storage of its own, which expires with the loan's last tensor
         block.lent = StorageWeakRef(lent.untyped_storage())
         return Loan(lent.untyped_storage(), self.device)
 
     def loan_of(self, tensors: Iterable[torch.Tensor]) -> Loan | None:
-        """The loan that one of `tensors` lies in."""
+        """The loan that one of `tensors` lies in, if any."""
         begins = {block.memory.data_ptr() for block in self._blocks}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -125,22 +125,22 @@ class Arenas:
 
 
 class Lender:
-    """Lends one program the memory of its arena and its stack, run by run."""
+    """Lends one program its arena and its activation stack, run by run."""
 
     def __init__(self, arenas: Arenas, arena: int, stack: int) -> None:
-        """`arena` and `stack`: bytes that it needs of each; of the stack more, once a run has wanted more."""
+        """`arena` and `stack`: bytes needed of each; the stack grows once a run has wanted more."""
         self._arenas, self._arena, self._stack = arenas, arena, stack
 
     def arena(self, full: Iterable[torch.Tensor]) -> Loan:
-        """The arena for a phase: that which parameters kept `full` from the phase before lie in, if they do.
+        """The arena for a phase; reuses the one that holds parameters kept `full` from the previous phase.
 
-        Unless the backward is one of several through its graph (`retain_graph=True`): the others will read them too.
+        Except in a backward that keeps its graph (`retain_graph=True`): later backwards read these parameters, too.
         """
         return (None if keeps_graph() else self._arenas.loan_of(full)) or self._arenas.lend(self._arena)
 
     @contextlib.contextmanager
     def stack(self) -> Iterator[ActivationStack]:
-        """The stack for a phase. Sizes vary: what it would have taken is what the next one gets."""
+        """The stack for a phase. Sizes vary: the next phase gets at least as much as this one wanted."""
         stack = ActivationStack(self._arenas.lend(self._stack) if self._stack else None)
         try:
             yield stack

@@ -1,4 +1,4 @@
-"""Async work: collectives on their way, and the account of what was sent and waited for."""
+"""Async work: collectives in flight, and counters of bytes sent and time waited."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from zcompile.runtime.waits import Waits
 
 @dataclass
 class AxisTraffic:
-    """What went over one axis, of so many ranks."""
+    """What this rank sent along one axis of `size` ranks."""
 
     size: int
     payload: int = 0
-    """Bytes of the tensors moved; those of an all_reduce count twice."""
+    """Bytes of the tensors moved; an all_reduce counts twice."""
     messages: int = 0
     to_one: int = 0
-    """Bytes that went to one other rank alone."""
+    """Bytes sent point-to-point."""
 
     @property
     def bytes(self) -> int:
@@ -36,33 +36,33 @@ class AxisTraffic:
 
 @dataclass
 class TrafficMeter:
-    """What this rank's collectives sent, and how long it stood waiting for them; all cumulative.
+    """Bytes that this rank's collectives sent, and the time that it waited for them; all cumulative.
 
     `bytes` counts one direction: (N-1)/N of the payload of a gather or a scatter, twice that for an all_reduce.
-    `seconds` is the time in which at least one collective was in flight and `exposed` the part of it in which the
-    program waited, measured on the host for groups whose wait blocks it, as gloo's does.
+    `seconds` is the time with at least one collective in flight, `exposed` the part of it in which the program waited;
+    both are measured on the host, for groups whose wait blocks it, as gloo's does.
     """
 
     axes: dict[str, AxisTraffic] = field(default_factory=dict)
-    """By the axis that it went over."""
+    """Traffic by axis name."""
     seconds: float = 0.0
     exposed: float = 0.0
     counted_until: float = 0.0
-    """The moment up to which `seconds` has counted."""
+    """The time up to which `seconds` has counted."""
 
     def count(self, started: float, ended: float) -> None:
-        """Count the time of one collective, what it shares with one counted before left out."""
+        """Add the time of one collective, except where it overlaps those already counted."""
         self.seconds += max(0.0, ended - max(started, self.counted_until))
         self.counted_until = max(self.counted_until, ended)
 
     @property
     def payload(self) -> int:
-        """Bytes of the tensors moved; those of an all_reduce count twice."""
+        """Bytes of the tensors moved; an all_reduce counts twice."""
         return sum(axis.payload for axis in self.axes.values())
 
     @property
     def messages(self) -> int:
-        """How many collectives that was."""
+        """Number of collectives."""
         return sum(axis.messages for axis in self.axes.values())
 
     @property
@@ -71,12 +71,12 @@ class TrafficMeter:
         return sum(axis.bytes for axis in self.axes.values())
 
     def along(self, axis: str, size: int) -> AxisTraffic:
-        """What goes over one axis, to be counted."""
+        """The counters of one axis of `size` ranks."""
         return self.axes.setdefault(axis, AxisTraffic(size))
 
     @property
     def hidden(self) -> float | None:
-        """Share of communication time hidden behind compute, 0 to 1; None where it was not measured."""
+        """Share of communication time hidden behind compute, 0 to 1; None if it was not measured."""
         return max(0.0, 1 - self.exposed / self.seconds) if self.seconds else None
 
 
@@ -86,7 +86,7 @@ class AsyncWork(ABC):
     def __init__(self) -> None:
         self.started = time.perf_counter()
         self.ended: float | None = None
-        """The moment in which it was done; None until then, and where the host cannot tell."""
+        """When it completed, in seconds of `time.perf_counter`; None until then, and if the host cannot tell."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -99,7 +99,7 @@ class AsyncWork(ABC):
 
 
 class AllWork(AsyncWork):
-    """Several that are waited for as one."""
+    """Several works that are waited for as one."""
 
     def __init__(self, works: Sequence[AsyncWork]) -> None:
         super().__init__()
@@ -113,11 +113,11 @@ class AllWork(AsyncWork):
 
 
 class StreamWork(AsyncWork):
-    """A collective on a stream of its group, as NCCL's are: the current stream waits for it, the host does not.
+    """A collective that runs on its group's stream, as NCCL's do: `wait` blocks the current stream, not the host.
 
-    The tensors were allocated on the current stream and the collective runs on the group's own, which waited for the
-    current one at launch; after `wait` every later kernel of the current stream runs after the collective. So dropping
-    the references then is safe: their memory can only be reused by later work of the current stream.
+    The tensors were allocated on the current stream, and the group's stream waited for the current one at launch. After
+    `wait`, every later kernel of the current stream runs after the collective, so the references can be dropped without
+    `record_stream`: the memory can only be reused by later work of the current stream.
     """
 
     def __init__(
@@ -127,21 +127,21 @@ class StreamWork(AsyncWork):
         finish: Callable[[], None] | None = None,
         waits: Waits | None = None,
     ) -> None:
-        """`land` lets the current stream wait for it, then `finish` runs; `alive` is held until then.
+        """`land` makes the current stream wait for it, then `finish` runs; `alive` is held until then.
 
-        `waits`: what explains its error, if it has to do with other ranks.
+        `waits`: explains its errors that concern other ranks.
         """
         super().__init__()
         self._land, self._alive, self._finish, self._waits = land, tuple(alive), finish, waits
         self._landed = False
 
     def order(self) -> None:
-        """Let the current stream come behind it, without an end: who waits for it may do so on another stream."""
+        """Make the current stream wait for it without ending it: `wait` may still be called on another stream."""
         if not self._landed:
             self._land()
 
     def wait(self) -> None:
-        if self._landed:  # one work stands for several messages that went together
+        if self._landed:  # several messages that were launched together share one work
             return
         with self._waits.explained("a collective") if self._waits is not None else contextlib.nullcontext():
             self._land()
@@ -151,12 +151,12 @@ class StreamWork(AsyncWork):
 
 
 class HostWork(AsyncWork):
-    """A collective whose wait blocks the thread that waits, as gloo's do."""
+    """A collective whose `wait` blocks the calling thread, as gloo's do."""
 
     def __init__(self, arrive: Callable[[], None], traffic: TrafficMeter, waits: Waits, what: str) -> None:
-        """`arrive` waits for the bytes and does what is to be done with them. It holds the tensors.
+        """`arrive` waits for the data and processes it. It holds the tensors.
 
-        `what`: what is waited for, where no line of a program says it.
+        `what`: names what is waited for, outside of program lines.
         """
         super().__init__()
         self._arrive: Callable[[], None] | None = arrive
@@ -166,7 +166,7 @@ class HostWork(AsyncWork):
 
     @torch.no_grad()
     def land(self) -> None:
-        """Let it arrive; called on the progress thread."""
+        """Run `arrive`; called on the progress thread."""
         assert self._arrive is not None, "async work ends once"
         try:
             self._arrive()
@@ -178,7 +178,7 @@ class HostWork(AsyncWork):
 
     @property
     def done(self) -> bool:
-        """True once it has landed, or failed."""
+        """True once it has landed or failed."""
         return self._done.is_set()
 
     def wait(self) -> None:
@@ -194,23 +194,22 @@ class HostWork(AsyncWork):
 
 
 class Progress:
-    """A thread that ends async work in the order of its start.
+    """A thread that completes async work in the order in which it was started.
 
-    gloo moves bytes on threads of its own, but its point-to-point works tell nobody when they are done except who waits
-    for them. The thread waits without Python's lock, so compute goes on; and what arrives is summed on it, beside a
-    compute thread that may be waiting for something else.
+    gloo moves bytes on its own threads, but its point-to-point works report completion only to a caller of `wait`. This
+    thread waits without the GIL, so that compute goes on, and sums what has arrived in parallel with compute.
     """
 
     def __init__(self, hang_up: Callable[[], None]) -> None:
-        """`hang_up`: ends what the thread waits for, by closing this rank's connections."""
+        """`hang_up`: aborts what the thread waits for, by closing this rank's connections."""
         self._works: queue.SimpleQueue[HostWork | None] = queue.SimpleQueue()
-        # A daemon: a rank that fails must not stay until its last message's timeout.
+        # A daemon: a rank that fails must not stay alive until its last message times out.
         thread = threading.Thread(target=_land_all, args=(self._works,), name="zcompile progress", daemon=True)
         thread.start()
         weakref.finalize(self, _end, self._works, thread, hang_up)
 
     def follow(self, work: HostWork) -> HostWork:
-        """Land `work` after those that were given before; returns it."""
+        """Land `work` after all works queued before it; returns it."""
         self._works.put(work)
         return work
 
@@ -218,17 +217,17 @@ class Progress:
 def _land_all(works: queue.SimpleQueue[HostWork | None]) -> None:
     while (work := works.get()) is not None:
         work.land()
-        del work  # while the thread waits for the next one, nothing keeps this one's result alive
+        del work  # or its result would stay alive until the next work arrives
 
 
 def _end(works: queue.SimpleQueue[HostWork | None], thread: threading.Thread, hang_up: Callable[[], None]) -> None:
-    """End the thread, if need be with the connections: returning from C++ into an interpreter that has ended aborts."""
+    """End the thread, if need be by closing connections: returning from C++ into a finalized interpreter aborts."""
     works.put(None)
     if threading.current_thread() is thread:
         return
     exits = not threading.main_thread().is_alive()
     thread.join(_PATIENCE)
-    if not exits and thread.is_alive():  # others may use the group: until then it waits
+    if not exits and thread.is_alive():  # others may still use the group: retry at exit
         atexit.register(_end, works, thread, hang_up)
     elif thread.is_alive():
         hang_up()
@@ -236,4 +235,4 @@ def _end(works: queue.SimpleQueue[HostWork | None], thread: threading.Thread, ha
 
 
 _PATIENCE = 2.0
-"""Seconds. What is expected of a rank that fails, fails at once; a rank that merely hangs is not waited for."""
+"""Seconds. Messages of a rank that has failed fail at once; a rank that merely hangs is not waited for."""

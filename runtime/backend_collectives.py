@@ -1,4 +1,4 @@
-"""Collectives of the group's own backend: NCCL's on GPUs, on streams of their own, and those of any other."""
+"""Collectives of the group's own backend: NCCL's on GPUs, which run on streams of their own, and those of any other."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class BackendCollectives(Collectives):
-    """What the backend itself has. On NCCL messages have no tags: those of different runs may meet.
+    """The backend's own collectives. NCCL's messages have no tags, so those of different runs may be mixed up.
 
     Args:
         member: The group.
-        averages: True if the backend averages on the wire, as NCCL does; else it sums.
+        averages: True if the backend can average, as NCCL can; otherwise it sums.
     """
 
     separates = False
@@ -51,31 +51,31 @@ class BackendCollectives(Collectives):
         super().__init__(member, gloo_of(member.group) if is_host(member.device) and member.size > 1 else None)
         self._averages = averages
         self._staging: torch.Stream | None = None
-        self._flying = weakref.WeakSet[StreamWork]()
+        self._in_flight = weakref.WeakSet[StreamWork]()
         self._watch: StreamWatch | None = None
         if is_gpu(member.device) and member.size > 1:
             limit = group_timeout(member.group, member.device).total_seconds()
             self._watch = StreamWatch(member.waits, member.device, limit, backend_of(member.device.type))
 
     def stamp(self, run: int) -> None:
-        """Messages cannot tell."""
+        """Does nothing: messages have no tags."""
 
     def _all_gather(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], parts: int) -> list[AsyncWork]:
-        """One collective a part; on GPUs by one launch, whose works are one."""
+        """One collective per part; on GPUs a single launch, with a single work."""
         wholes, mine = (_rows(some, parts) for some in (fulls, shards))
         if len(wholes) < 2 or not is_gpu(self.member.device):
             return _by_parts([self._gather(*pair) for pair in zip(wholes, mine, strict=True)], parts)
         with self.member.waits.explained("a collective"):
             work = gather_together(self._gathers, wholes, mine)
-        return [self._fly(work, (*fulls, *shards))] * len(fulls)
+        return [self._started(work, (*fulls, *shards))] * len(fulls)
 
     def _gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
-        return self._fly(self._launched(_all_gather, full, shard, gathers=True), (full, shard))
+        return self._started(self._launched(_all_gather, full, shard, gathers=True), (full, shard))
 
     def _reduce_scatter(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], parts: int
     ) -> list[AsyncWork]:
-        """One collective a part; on GPUs by one launch. Where the backend has no average, the sum is divided."""
+        """One collective per part; on GPUs a single launch. If the backend cannot average, the sum is divided."""
         mine, wholes = (_rows(some, parts) for some in (shards, fulls))
         if len(wholes) < 2 or not is_gpu(self.member.device):
             return _by_parts([self._scatter(*pair) for pair in zip(mine, wholes, strict=True)], parts)
@@ -86,14 +86,14 @@ class BackendCollectives(Collectives):
             for shard in shards:
                 self._divide(shard)
 
-        return [self._fly(work, (*shards, *fulls), finish)] * len(fulls)
+        return [self._started(work, (*shards, *fulls), finish)] * len(fulls)
 
     def _scatter(self, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
         work = self._launched(_reduce_scatter, shard, full, op=self._op)
-        return self._fly(work, (shard, full), lambda: self._divide(shard))
+        return self._started(work, (shard, full), lambda: self._divide(shard))
 
     def _reduce_scatter_in(self, wire: torch.dtype, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
-        """An exchange of parts; on GPUs on a stream of its own, whose hazards are those of an `all_reduce_in`."""
+        """An all-to-all of parts; on GPUs on the staging stream, with the hazards of `_all_reduce_in`."""
 
         def scatter() -> None:
             sent = encode(padded_rows(full.view(self.size, -1)), wire)
@@ -104,7 +104,7 @@ class BackendCollectives(Collectives):
         return self._staged(scatter, (shard, full), "a reduction")
 
     def rows_staged(self, *, packed: bool) -> int:
-        """What is packed."""
+        """Only what is packed."""
         return packed * self.size
 
     def _by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
@@ -113,30 +113,30 @@ class BackendCollectives(Collectives):
         return self._scatter(shard, piece(0, shard.numel()).reshape(-1))
 
     def _stream_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
-        """Pieces are made on a stream of their own, which waits for the one before the last to be reduced.
+        """Make and reduce pieces on the staging stream, at most two in flight.
 
         Hazards: the gradients are ready when the current stream gets here, which the staging stream waits for; `piece`
         holds them until the current stream has waited for the end. A piece's rows are allocated on the staging stream,
-        and dropped once that has waited for their reduction, so only its own later work can get their memory.
+        and dropped only after it has waited for their reduction, so only its own later work can reuse their memory.
         """
-        on_their_way = deque[tuple[dist.Work, torch.Tensor]]()
+        in_flight = deque[tuple[dist.Work, torch.Tensor]]()
 
         def launch() -> None:
             for begin in range(0, shard.numel(), width):
-                if len(on_their_way) == 2:
-                    on_their_way.popleft()[0].wait()
+                if len(in_flight) == 2:
+                    in_flight.popleft()[0].wait()
                 part = shard[begin : begin + width]
                 rows = piece(begin, begin + part.numel()).contiguous()
                 work = self._launched(_reduce_scatter, part, rows.view(-1), op=self._op)
-                on_their_way.append((work, rows))
-            while on_their_way:
-                on_their_way.popleft()[0].wait()
+                in_flight.append((work, rows))
+            while in_flight:
+                in_flight.popleft()[0].wait()
             self._divide(shard)
 
         return self._on_staging(launch, (shard, piece))
 
     def _on_staging(self, launch: Callable[[], None], alive: Sequence[object]) -> AsyncWork:
-        """What `launch` does on a stream of its own, behind what the current stream has done so far."""
+        """Run `launch` on the staging stream, after the work launched on the current stream so far."""
         staging = self._staging = self._staging or new_stream(self.member.device)
         staging.wait_stream(current_stream(self.member.device))
         with on_stream(staging):
@@ -146,14 +146,14 @@ class BackendCollectives(Collectives):
 
     def _all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
         work = self._launched(dist.all_reduce, tensor, op=self._op)
-        return self._fly(work, (tensor,), lambda: self._divide(tensor))
+        return self._started(work, (tensor,), lambda: self._divide(tensor))
 
     def _all_reduce_in(self, wire: torch.dtype, tensor: torch.Tensor) -> AsyncWork:
-        """An exchange of parts, and a gather of their averages; of two ranks a gather of all.
+        """An all-to-all of parts, then an all-gather of their averages; for two ranks, one all-gather of everything.
 
-        On GPUs on a stream of its own. Hazards: `tensor` is ready when the current stream gets here, which that stream
-        waits for; it is held until the current stream has waited for the end. What is sent, and what arrives, is
-        allocated on that stream, which waits for each collective before it reads or drops what that has used.
+        On GPUs on the staging stream. Hazards: `tensor` is ready when the current stream gets here, which the staging
+        stream waits for; it is held until the current stream has waited for the end. Send and receive buffers are
+        allocated on the staging stream, which waits for each collective before it reads or drops them.
         """
 
         def average() -> None:
@@ -171,22 +171,22 @@ class BackendCollectives(Collectives):
         return self._staged(average, (tensor,), "an all_reduce")
 
     def _staged(self, act: Callable[[], None], alive: Sequence[object], what: str) -> AsyncWork:
-        """What `act` launches and waits for: on GPUs on a stream of its own, else at once."""
+        """Run `act`, which launches collectives and waits for them: on a GPU's staging stream, otherwise at once."""
         if is_gpu(self.member.device):
             return self._on_staging(act, alive)
         act()
         return self._follow(lambda: None, what)
 
     def _broadcast(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
-        return self._fly(self._launched(dist.broadcast, tensor, group_src=owner, gathers=True), (tensor,))
+        return self._started(self._launched(dist.broadcast, tensor, group_src=owner, gathers=True), (tensor,))
 
     def _reduce(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
         work = self._launched(dist.reduce, tensor, group_dst=owner, op=self._op)
-        return self._fly(work, (tensor,), lambda: self._divide(tensor))
+        return self._started(work, (tensor,), lambda: self._divide(tensor))
 
     @functools.cached_property
     def _gathers(self) -> dist.ProcessGroup:
-        """A group whose messages do not wait for those of the other."""
+        """A second group, so that gathers do not queue behind reductions."""
         return gather_group(self.member.group, self.member.device)
 
     def _launched(
@@ -196,10 +196,10 @@ class BackendCollectives(Collectives):
             group = self._gathers if gathers else self.member.group
             return collective(*args, group=group, async_op=True, **options)
 
-    def _fly(
+    def _started(
         self, work: dist.Work, tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None = None
     ) -> AsyncWork:
-        """The end of one collective that reads or writes `tensors`; `finish` runs once it is done."""
+        """The work of a launched collective that uses `tensors`; `finish` runs once it is done."""
         if self._progress is None:
             return self._on_stream(work.wait, tensors, finish)
         alive = list(tensors)
@@ -215,7 +215,7 @@ class BackendCollectives(Collectives):
     def _on_stream(
         self, land: Callable[[], object], alive: Sequence[object], finish: Callable[[], None] | None = None
     ) -> StreamWork:
-        """A work whose wait is noted: should the stream never come past it, its line is told."""
+        """A work whose wait is watched: if the stream never gets past it, its line is reported."""
 
         def landed() -> None:
             land()
@@ -223,12 +223,12 @@ class BackendCollectives(Collectives):
                 self._watch.passed()
 
         work = StreamWork(landed, alive, finish, self.member.waits)
-        self._flying.add(work)
+        self._in_flight.add(work)
         return work
 
     def order_all(self) -> None:
-        """By waits of the stream; of a group that is broken, the error is the one on its way."""
-        for work in list(self._flying):
+        """Uses stream waits. Errors of a broken group are dropped: the one that matters is already propagating."""
+        for work in list(self._in_flight):
             with contextlib.suppress(Exception):
                 work.order()
 
@@ -243,15 +243,15 @@ class BackendCollectives(Collectives):
 
 
 def _rows(tensors: Sequence[torch.Tensor], parts: int) -> list[torch.Tensor]:
-    """The parts of all of them, one behind the other."""
+    """The parts of all tensors, in order."""
     return list(tensors) if parts == 1 else [row for one in tensors for row in one.view(parts, -1)]
 
 
 def _by_parts(works: list[AsyncWork], parts: int) -> list[AsyncWork]:
-    """One work for the parts of each tensor."""
+    """One work per tensor, for all its parts."""
     return works if parts == 1 else [AllWork(works[at : at + parts]) for at in range(0, len(works), parts)]
 
 
 def _ended(work: dist.Work) -> None:
-    """Block this thread until it is done."""
+    """Block this thread until `work` is done."""
     work.wait()

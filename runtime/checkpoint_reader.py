@@ -1,6 +1,6 @@
-"""Reading what torch.distributed.checkpoint wrote without running code that the folder brings.
+"""Reads folders of torch.distributed.checkpoint without running code that they contain.
 
-Its `.metadata` is a pickle, which can name any function to be called while it is read.
+Their `.metadata` is a pickle, which can name any function to be called while it is read.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _FIX = "load what torch.distributed.checkpoint.save or compiled.save_checkpoint 
 
 
 class Reader(FileSystemReader):
-    """torch's reader of a folder; in `.metadata` it takes the types of which torch's own consists, and no other.
+    """torch's reader of a folder, restricted to the types that torch itself writes into `.metadata`.
 
-    `listed`: the files that the folder's manifest lists, where it has one; data in others is refused.
+    `listed`: the files in the folder's manifest, if it has one; data in other files is refused.
     """
 
     def __init__(self, folder: Path, listed: Collection[str] | None = None) -> None:
@@ -32,11 +32,11 @@ class Reader(FileSystemReader):
         self._listed = listed
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """What the folder holds.
+        """The folder's metadata.
 
         Raises:
-            StateError: `.metadata` is missing, damaged, holds other types, or names files outside of the folder, or
-                that are not listed.
+            StateError: `.metadata` is missing or damaged, holds other types, or names files that are outside of the
+                folder or not listed.
         """
         metadata = _metadata(Path(self.path) / ".metadata", self._listed)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -68,9 +68,9 @@ class _Unpickler(pickle.Unpickler):
         self.path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """The type of this name, if the metadata of checkpoints consists of it."""
+        """The type of this name, if checkpoint metadata may contain it."""
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not dtype and name not in METADATA_TYPES.get(module, ()):
-            problem = f"names {module}.{name}, which no checkpoint of torch.distributed.checkpoint consists of"
+            problem = f"names {module}.{name}, which no checkpoint of torch.distributed.checkpoint contains"
             raise StateError(str(self.path), problem, f"do not trust this file; {_FIX}")
         return super().find_class(module, name)

@@ -1,6 +1,7 @@
-"""The interface of collectives: what the ranks of one group do together, asynchronous, averaged where they reduce.
+"""The interface of one group's collectives: asynchronous, and reductions average.
 
-On gloo and hosts they are exchanges (`gloo_collectives`), else the backend's own (`backend_collectives`): NCCL's.
+On gloo, host tensors are exchanged (`gloo_collectives`); all others use the backend, such as NCCL
+(`backend_collectives`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from zcompile.runtime.waits import Waits
 from zcompile.torch_internals.distributed import close_connections
 
 Piece = Callable[[int, int], torch.Tensor]
-"""Gives elements [start, stop) of every rank's padded shard, [size, stop - start]; its rows are contiguous."""
+"""Returns elements [start, stop) of every rank's padded shard, [size, stop - start]; its rows are contiguous."""
 
 
 @dataclass
 class Member:
-    """This rank's place in a group, and what is noted of what it does there."""
+    """This rank as a member of a group, and the meters of what it does there."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -37,12 +38,12 @@ class Member:
     waits: Waits
     recorder: Recorder = field(default_factory=Recorder)
     axis: str = DATA
-    """The dimension of the mesh that the group lies along."""
+    """The mesh dimension of the group."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What all ranks have sent, [ranks, n], on its way."""
+    """What all ranks have sent, [ranks, n], in flight."""
 
     work: HostWork
     rows: Callable[[], torch.Tensor]
@@ -52,7 +53,7 @@ class Shared:
         return self.work.done
 
     def read(self) -> torch.Tensor:
-        """Wait for it, and give it.
+        """Wait for it and return it.
 
         Raises:
             GroupError: another rank failed or stayed away.
@@ -62,13 +63,13 @@ class Shared:
 
 
 class Collectives(ABC):
-    """Collectives of one group, asynchronous, averaged where they reduce; what they send is counted along its axis."""
+    """Asynchronous collectives of one group; reductions average. Bytes sent are counted along its axis."""
 
     separates: bool
-    """True if messages of different runs cannot meet."""
+    """True if messages of different runs cannot be mixed up."""
 
     def __init__(self, member: Member, hosts: Any = None) -> None:
-        """`hosts`: gloo's backend, where the host waits for what arrives: on a thread of its own."""
+        """`hosts`: gloo's backend, if the host waits for messages, which it does on a progress thread."""
         self.member, self.rank, self.size = member, member.rank, member.size
         self._progress: Progress | None = None
         if hosts is not None and member.size > 1:
@@ -76,32 +77,33 @@ class Collectives(ABC):
 
     @abstractmethod
     def stamp(self, run: int) -> None:
-        """What is sent from now on belongs to the run with this number, where messages can tell."""
+        """Mark messages from now on as belonging to the run with this number, if the backend has tags."""
 
     @abstractmethod
     def order_all(self) -> None:
-        """Whatever was begun and not waited for ends before what the current stream does from here on.
+        """Make the current stream wait for every collective that was started and not waited for.
 
-        For a program that has failed: its memory may be lent again, and a GPU would still read it.
+        For a program that has failed: its memory may be lent again while a GPU still reads it.
         """
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, parts: int = 1) -> AsyncWork:
-        """Gather equal 1-D shards of every rank into `full`; `shard` may be its place there.
+        """Gather equal 1-D shards of every rank into `full`; `shard` may be its slot in `full`.
 
-        `full`: [parts * size * n], the parts of all ranks' shards, [parts * n], behind each other part by part.
+        `shard` is [parts * n] and `full` [parts * size * n]: part by part, that part of every rank's shard in rank
+        order.
         """
         return self.all_gather_many([full], [shard], parts)[0]
 
     def all_gather_many(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], parts: int = 1
     ) -> list[AsyncWork]:
-        """`all_gather` of each of several, which may go as one."""
+        """`all_gather` several shards, possibly in one launch."""
         for full in fulls:
             self._count(full.nbytes, parts)
         return self._all_gather(fulls, shards, parts)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, wire: torch.dtype | None = None) -> AsyncWork:
-        """Average `full` over the ranks; each gets its `shard`. It travels as `wire`, if not as it is."""
+        """Average `full` over the ranks; each gets its `shard`. `wire`: the dtype that is sent, by default its own."""
         if wire is None:
             return self.reduce_scatter_many([shard], [full])[0]
         self._count(self.size * wire_bytes(padded_to_blocks(full.numel() // self.size), wire))
@@ -110,26 +112,25 @@ class Collectives(ABC):
     def reduce_scatter_many(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], parts: int = 1
     ) -> list[AsyncWork]:
-        """`reduce_scatter` of each of several, which may go as one; they lie as in an `all_gather`."""
+        """`reduce_scatter` several tensors, laid out as in `all_gather`, possibly in one launch."""
         for full in fulls:
             self._count(full.nbytes, parts)
         return self._reduce_scatter(shards, fulls, parts)
 
     @abstractmethod
     def rows_staged(self, *, packed: bool) -> int:
-        """How often a reduce_scatter takes the memory of a shard beside gradients: to pack them, for others' parts."""
+        """Staging memory of a reduce_scatter, in shards: to pack gradients, and to receive other ranks' parts."""
 
     def reduce_scatter_by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
-        """`reduce_scatter` of what `piece` gives, at most `width` elements of each rank's shard at a time.
+        """`reduce_scatter` what `piece` returns, at most `width` elements of each rank's shard at a time.
 
-        Two pieces are on their way at once, and no more memory is taken than theirs: beyond that, it does not depend on
-        the size of the shard.
+        Two pieces are in flight at once and take all the memory that is needed, whatever the size of the shard.
         """
         self._count(shard.nbytes * self.size)
         return self._by_pieces(shard, piece, width)
 
     def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> AsyncWork:
-        """Average a contiguous `tensor` over the ranks in place; it travels as `wire`, if not as it is."""
+        """Average a contiguous `tensor` over the ranks in place. `wire`: the dtype that is sent, by default its own."""
         if wire is None or wire is tensor.dtype:
             self._count(2 * tensor.nbytes)
             return self._all_reduce(tensor)
@@ -137,14 +138,14 @@ class Collectives(ABC):
         return self._all_reduce_in(wire, tensor)
 
     def broadcast_from(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
-        """Give all ranks the contiguous `tensor` of rank `owner`, in place."""
+        """Broadcast the contiguous `tensor` of rank `owner` to all ranks, in place."""
         self._count(tensor.nbytes)
         return self._broadcast(owner, tensor)
 
     def reduce_to(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
-        """Average a contiguous `tensor` over the ranks, in place on rank `owner`; to the others it is lost.
+        """Average a contiguous `tensor` over the ranks, in place on rank `owner`; on other ranks its values are lost.
 
-        Summed as a reduce_scatter sums its shard there: an average does not depend on who has it.
+        Summed in the order of a reduce_scatter, so that an average does not depend on which rank owns it.
         """
         self._count(tensor.nbytes)
         return self._reduce(owner, tensor)
@@ -155,12 +156,12 @@ class Collectives(ABC):
         axis.messages += messages
 
     def _follow(self, arrive: Callable[[], None], what: str, *, metered: bool = True) -> HostWork:
-        """What `arrive` waits for, and does with it, on the progress thread."""
-        assert self._progress is not None, "what blocks is waited for on a thread"
+        """Run `arrive`, which waits for data and processes it, on the progress thread."""
+        assert self._progress is not None, "waits that block need a progress thread"
         traffic = self.member.traffic if metered else TrafficMeter()
         return self._progress.follow(HostWork(arrive, traffic, self.member.waits, what))
 
-    # What a backend does, which is counted by then; `wire`: see `runtime.low_precision`.
+    # Implementations, called once the traffic is counted; `wire`: see `runtime.low_precision`.
 
     @abstractmethod
     def _all_gather(

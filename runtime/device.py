@@ -1,7 +1,7 @@
-"""Devices: what a GPU has and the host has not, and the memory of both. No other file names a kind of device.
+"""Devices: streams, events and settings of GPUs, memory of GPUs and hosts. No other file names a kind of device.
 
-A GPU is any device with streams and memory of its own. Streams and events are those of torch's module for its kind
-(`torch.cuda`, `torch.xpu`), of which torch makes its own; collectives are those of its group's backend.
+A GPU is any device with streams and memory of its own. Streams and events are classes of torch's module for its kind
+(`torch.cuda`, `torch.xpu`), as torch itself uses; collectives are those of its group's backend.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch.distributed as dist
 
 HOST, CUDA = "cpu", "cuda"
 KINDS = (HOST, CUDA, "xpu")
-"""Kinds of devices that profiles of hardware are about."""
+"""Kinds of devices that have hardware profiles."""
 NCCL = "nccl"
-"""The backend that averages on the wire."""
+"""The backend that can average, instead of only sum."""
 _WITHOUT_STREAMS = (HOST, "meta", "mps")
-"""Kinds of devices that are no GPU here: there are no streams for collectives to run on."""
+"""Kinds of devices that do not count as GPUs: they have no streams for collectives."""
 
 
 def gpu_kind() -> str:
-    """The kind of GPU that this process can use, as torch calls it; CUDA's where there is none."""
+    """The kind of GPU that this process can use, as torch calls it; `cuda` if there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return CUDA if found is None or found.type in _WITHOUT_STREAMS else found.type
 
 
 def backend_of(kind: str) -> str:
-    """What torch takes for collectives of tensors on devices of this kind; gloo where it knows of nothing."""
+    """The default backend of torch for collectives on devices of this kind; gloo if it has none."""
     try:
         return str(dist.get_default_backend_for_device(kind))
     except ValueError:
@@ -45,12 +45,12 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def has_graphs(device: torch.device) -> bool:
-    """True for a device of CUDA, whose graphs torch's trees are of."""
+    """True for CUDA devices, the only ones that torch's CUDA graph trees support."""
     return device.type == CUDA
 
 
 def is_host(device: torch.device) -> bool:
-    """True for the device whose memory Python's own threads read and write."""
+    """True for the CPU."""
     return device.type == HOST
 
 
@@ -64,24 +64,24 @@ def gpu_count() -> int:
 
 
 def usual_kind() -> str:
-    """The kind of device that ranks of this machine train on."""
+    """The kind of device that ranks train on by default on this machine."""
     return gpu_kind() if gpu_count() else HOST
 
 
 def describe(index: int) -> str:
-    """What a GPU is called, and its memory."""
+    """A GPU's name and memory."""
     about = torch.get_device_module(gpu_kind()).get_device_properties(index)
     return f"{about.name}, {about.total_memory / 1e9:.0f} GB"
 
 
 def use_gpu(index: int) -> None:
-    """Make a GPU this process's own, where there is one."""
+    """Make a GPU this process's current one, if there are any."""
     if gpu_count():
         torch.get_device_module(gpu_kind()).set_device(index)
 
 
 def own_device(kind: str) -> torch.device:
-    """The device of this kind that this process works with."""
+    """This process's current device of a kind."""
     device = torch.device(kind)
     return torch.device(kind, torch.get_device_module(kind).current_device()) if is_gpu(device) else device
 
@@ -98,7 +98,7 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""How something that a process has set is read, and how it is set."""
+"""Getter and setter of a process-wide setting."""
 
 
 def setting_of(owner: Any, name: str) -> Setting:
@@ -107,7 +107,7 @@ def setting_of(owner: Any, name: str) -> Setting:
 
 
 def kernel_settings() -> dict[str, Setting]:
-    """What decides which kernels compute on a GPU, and with it the last bit of what they give."""
+    """Settings that choose between GPU kernels, and so can change the last bits of results."""
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
     return {
         **{f"cudnn.{one}": setting_of(cudnn, one) for one in ("enabled", "benchmark", "deterministic", "allow_tf32")},
@@ -125,19 +125,19 @@ def kernel_settings() -> dict[str, Setting]:
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """A stream beside the current one of a GPU."""
+    """A new stream of a GPU."""
     result: torch.Stream = torch.get_device_module(device).Stream(device)
     return result
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream that a GPU's kernels are launched on now."""
+    """A GPU's current stream."""
     result: torch.Stream = torch.get_device_module(device).current_stream(device)
     return result
 
 
 def on_stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
-    """Inside, kernels are launched on `stream`; on the host there is none."""
+    """Launch kernels on `stream` inside; None, for the host, does nothing."""
     if stream is None:
         return contextlib.nullcontext()
     entered: contextlib.AbstractContextManager[Any] = torch.get_device_module(stream.device).stream(stream)
@@ -150,9 +150,9 @@ def stream_number(device: torch.device) -> int:
 
 
 def event_here(device: torch.device, event: torch.Event | None = None, *, timed: bool = False) -> torch.Event | None:
-    """`event`, or a new one, which tells its time if `timed`, at this point of the current stream.
+    """Record `event`, or a new one (with its time, if `timed`), on the current stream.
 
-    None while that is captured into a graph, of which it would become a part.
+    Returns None while the stream is captured into a graph, which the event would become a part of.
     """
     gpus = torch.get_device_module(device)
     if _is_capturing(gpus):
@@ -163,15 +163,15 @@ def event_here(device: torch.device, event: torch.Event | None = None, *, timed:
 
 
 def only_asks(device: torch.device) -> None:
-    """Make this thread one that asks for events of `device` alone: without memory on another GPU, nor harm to captures.
+    """Prepare this thread to query events of `device`: without using memory on other GPUs or breaking captures.
 
-    While any thread captures a graph, CUDA takes a question about an event from another one for an error of the
-    capture's, unless that other thread has said that it minds only its own.
+    While any thread captures a graph, CUDA takes an event query on another thread for an error and invalidates the
+    capture, unless the capture mode of that other thread is thread-local.
     """
     if is_gpu(device):
         torch.get_device_module(device).set_device(device)
     if device.type == CUDA:
-        with contextlib.suppress(OSError, AttributeError):  # ROCm's driver is another one
+        with contextlib.suppress(OSError, AttributeError):  # ROCm has another driver
             own = ctypes.c_int(_OWN_CAPTURES)
             ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(own))
 
@@ -181,13 +181,13 @@ _OWN_CAPTURES = 1
 
 
 def _is_capturing(gpus: Any) -> bool:
-    """Whether the current stream is captured into a graph; not every kind of GPU has these."""
+    """True while the current stream is captured into a graph; not every kind of GPU has graphs."""
     asked = getattr(gpus, "is_current_stream_capturing", None)
     return asked is not None and bool(asked())
 
 
 def synchronize(device: torch.device) -> None:
-    """Return when the device has nothing left to do."""
+    """Wait for all work on the device."""
     if is_gpu(device):
         torch.get_device_module(device).synchronize(device)
 
@@ -196,7 +196,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def total_bytes(device: torch.device, ranks: int) -> float:
-    """Bytes of memory that a rank has: of its GPU, or its part of the host's; `ranks`: of the world."""
+    """A rank's memory in bytes: its GPU's, or its share of the host's. `ranks`: the size of the world."""
     if is_gpu(device):
         return float(torch.get_device_module(device).get_device_properties(device).total_memory)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
@@ -204,9 +204,9 @@ def total_bytes(device: torch.device, ranks: int) -> float:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free bytes of `device`: of a GPU what the driver has and what the allocator holds unused, of a host its share.
+    """Free bytes of `device`: what a GPU's driver and allocator hold unused, or a rank's share of the host's.
 
-    Ranks of one host (torchrun's LOCAL_WORLD_SIZE) share its memory, or what the control group leaves of it.
+    Ranks of one host (torchrun's LOCAL_WORLD_SIZE) share its memory, or what the limit of their cgroup leaves.
     """
     if is_gpu(device):
         gpus = torch.get_device_module(device)
@@ -215,7 +215,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _available() -> int:
-    """What the kernel could give without swapping."""
+    """Bytes that the kernel can allocate without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
@@ -224,7 +224,7 @@ def _available() -> int:
 
 
 def _left_of_group() -> int:
-    """What the control group of this process may still take; all there is where it has no limit."""
+    """Bytes that this process's cgroup may still use; `_ALL` if it has no limit."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         path = next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
@@ -243,10 +243,10 @@ _ALL = 2**63
 
 @contextlib.contextmanager
 def numbers_of_rank(rank: int, device: torch.device, *, others_draw: bool = False) -> Iterator[None]:
-    """Draw random numbers of this rank's own inside; outside, generators that were equal on all ranks stay equal.
+    """Draw this rank's own random numbers inside; generators that were equal on all ranks are equal again afterwards.
 
-    What is drawn inside follows from the generators' states and the rank. Where nothing is drawn nothing changes; else
-    each generator goes on as after a single draw. With `others_draw` it does so in any case: other ranks have drawn.
+    What is drawn inside follows from the generators' states and the rank. A generator that was not used is unchanged;
+    otherwise it advances by a single draw. With `others_draw` it always advances, because other ranks have drawn.
     """
     generators = generators_of(device)
     states = [_reseeded(generator, rank) for generator in generators]
@@ -259,16 +259,16 @@ def numbers_of_rank(rank: int, device: torch.device, *, others_draw: bool = Fals
 
 
 def within_numbers_of_rank(device: torch.device) -> bool:
-    """True if generators are in a state that `numbers_of_rank` has begun, as a recomputation of it restores it."""
+    """True inside `numbers_of_rank`, and where a recomputation has restored its generator states."""
     return any(generator.initial_seed() >= _OWN for generator in generators_of(device))
 
 
 _OWN = 1 << 62
-"""Seeds of ranks begin here; the user's are smaller, unless they were drawn, which is done on each rank apart."""
+"""Ranks' seeds begin here. The user's are smaller, unless drawn at random, which each rank does by itself."""
 
 
 def _reseeded(generator: torch.Generator, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Seed `generator` for this rank; gives its state before, as it begins now, and as it is to be if used."""
+    """Seed `generator` for this rank; returns its old state, its new state, and the one to restore if it is used."""
     untouched = generator.get_state()
     seed = _draw(generator)
     drawn = generator.get_state()
@@ -277,7 +277,7 @@ def _reseeded(generator: torch.Generator, rank: int) -> tuple[torch.Tensor, torc
 
 
 def _draw(generator: torch.Generator) -> int:
-    """A number that follows from the generator's state, which goes on."""
+    """A number determined by the generator's state, which it advances."""
     if not is_host(generator.device):
         # Drawing on a GPU would launch a kernel and wait for it; seed and offset are known on the host.
         offset = generator.get_offset()

@@ -1,6 +1,6 @@
 """The executor: the functions that a printed program calls.
 
-What a program sees of a unit is a `BoundUnit`: it knows in which messages the unit's parameters travel there.
+A program sees a unit as a `BoundUnit`: its shards, and how its parameters are grouped into messages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zcompile.torch_internals.distributed import add_all
 from zcompile.torch_internals.dtensor import local_tensor
 
 Arrivals = list[tuple[Message, torch.Tensor, AsyncWork | None]]
-"""Per message where it arrives, and what brings it, if it has to come."""
+"""Per message, the buffer it arrives in, and the work that fills it, if any."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BoundUnit:
     shards: UnitShards
     unit: Unit
     updater: Callable[[Gradients], None] | None = None
-    """What steps the optimizer for the unit's parameters, in programs that do."""
+    """Steps the optimizer for the unit's parameters, in programs that update."""
 
     @property
     def kept(self) -> Full | None:
@@ -60,11 +60,11 @@ class Gather:
     places: Places | None = None
     done: Full | None = None
     sent: Sequence[tuple[Message, torch.Tensor]] = ()
-    """Of a gather for a later step: what this rank has sent, for that step to see whether it still holds."""
+    """Of a gather for a later step: what this rank has sent, so that the step can check whether it is still current."""
     writes: int = 0
-    """What `UnitShards.writes` said when it was started."""
+    """`UnitShards.writes()` when it was started."""
     stream: int = 0
-    """The stream that it was started on, to which the allocator gives its memory again."""
+    """The stream on which it was started, to which the allocator returns its memory."""
 
     def wait(self) -> Full:
         """The full parameters, contiguous, in the unit's order."""
@@ -72,7 +72,7 @@ class Gather:
             return self.done
         unit, shards = self.bound.unit, self.bound.shards
         ranks = shards.communicator.inside
-        if stream_number(ranks.device) != self.stream:  # a step's on its stream, for the next on another
+        if stream_number(ranks.device) != self.stream:  # gathered ahead by a step on another stream
             for _, arrived, _ in self.arrivals:
                 arrived.record_stream(current_stream(arrived.device))
         tensors: list[torch.Tensor | None] = [
@@ -86,14 +86,14 @@ class Gather:
             elif work is not None:  # it was only copied
                 work.wait()
             if is_alone and arrived.dtype is message.params[0].dtype:
-                full = shards.locals(message.params)  # nothing was sent, copied or cast
+                full = shards.locals(message.params)  # the shards themselves: nothing was copied
             else:
                 full = unpack(arrived, message.params, self.places)
             for index, tensor in zip(message.places, full, strict=True):
                 tensors[index] = tensor
-        straight = {one.places[0]: arrived for one, arrived, _ in self.arrivals if len(one.places) == 1}
+        direct = {one.places[0]: arrived for one, arrived, _ in self.arrivals if len(one.places) == 1}
         self.arrivals = []
-        result = Full(unit, tensors, straight if self.keep else None)
+        result = Full(unit, tensors, direct if self.keep else None)
         if self.keep:
             result.writes = self.writes
             shards.kept[unit.names] = result
@@ -102,7 +102,7 @@ class Gather:
 
 @dataclass
 class OutsideGather:
-    """Secondary shards in flight: where they are to be, and where each message arrives, encoded or as it is."""
+    """Secondary shards in flight: their destination, and the buffer that each message arrives in, encoded or not."""
 
     bound: BoundUnit
     ranks: AxisCommunicator
@@ -111,7 +111,7 @@ class OutsideGather:
     keep: bool
 
     def wait(self) -> torch.Tensor:
-        """The secondary shards of the unit, as the bytes of one tensor."""
+        """The secondary shards of the unit, uint8 [n]."""
         for (message, tensor), (arrived, work) in zip(self.secondary.messages, self.arrivals, strict=False):
             _land(work, "all_gather", self.bound.unit.name, self.ranks, arrived.nbytes, self.ranks.axis)
             if message.wire is not None:  # this rank's own shard is decoded, too
@@ -132,12 +132,12 @@ class Reduction:
     arrivals: Arrivals
     scattered: bool
     ranks: AxisCommunicator
-    """Those over which it averages."""
+    """The ranks that it averages over."""
 
     def wait(self, *, added: bool = False) -> Gradients | InsideAverages:
-        """The averaged gradients; of several axes those over the inner ones, until they have been averaged over all.
+        """The averaged gradients; with several axes, averages over the inner ones until all are done.
 
-        `added`: they are on the device, in the dtypes of their parameters, to be added up there.
+        `added`: return averages on the device, in the dtypes of their parameters, to be summed there.
         """
         communicator = self.bound.shards.communicator
         inside = self.ranks is communicator.inside
@@ -163,21 +163,21 @@ class Reduction:
 
 @dataclass
 class InsideAverages:
-    """Averaged gradients of a unit on the device, per message as they were sent.
+    """Averaged gradients of a unit on the device, by message.
 
-    They are those over the inner ones of several axes, or of micro-batches that are added up.
+    They are averages over the inner ones of several axes, or of micro-batches that are summed.
     """
 
     bound: BoundUnit
     arrivals: Sequence[tuple[Message, torch.Tensor]]
     scattered: bool
     primary: int = 1
-    """Of how many shards there are averages: of several where the outer axis divides them further."""
+    """Number of primary shards in each average: several if the outer axis divides it further."""
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """By parameter the average shaped like this rank's part of it, a view of what has arrived.
+        """Averages by parameter name, shaped like this rank's part, as views of what has arrived.
 
-        Of several shards they are rows of elements, padding included.
+        With several primary shards they are rows of elements, including padding.
         """
         rank, found = self.bound.shards.communicator.dividing.rank, dict[str, torch.Tensor]()
         for message, arrived in self.arrivals:
@@ -191,14 +191,14 @@ class InsideAverages:
         return found
 
     def cast(self) -> None:
-        """Be in the dtypes of the parameters."""
+        """Convert to the dtypes of the parameters."""
         self.arrivals = [
             (message, arrived if arrived.dtype is message.params[0].dtype else arrived.to(message.params[0].dtype))
             for message, arrived in self.arrivals
         ]
 
     def gradients(self) -> Gradients:
-        """The averages over all ranks, in the dtypes of their parameters, where these are."""
+        """The averages over all ranks, in the dtypes of their parameters, moved to where the shards are."""
         self.cast()
         return Gradients(self.bound.shards, self.bound.shards.memory.home(self.parts()))
 
@@ -213,7 +213,7 @@ class Gradients:
 
 
 def unbox(box: list[Any]) -> list[Any]:
-    """What is in `box`, which is emptied: whoever has taken it out holds the only references."""
+    """The values in `box`, which is emptied, so that the caller holds the only references."""
     values = list(box)
     box.clear()
     return values
@@ -228,11 +228,11 @@ def all_gather(
     at: torch.Tensor | None = None,
     wire: torch.dtype | None = None,
 ) -> Gather | OutsideGather:
-    """Start gathering the full parameters of a unit; nothing is sent where a copy is kept (see `runtime.shards`).
+    """Start gathering the full parameters of a unit; sends nothing if a current copy is kept (see `runtime.shards`).
 
-    With `dtype`, shards that the layout computes with in it are cast before they are sent. `at`: where it arrives.
-    `given`: the ranks outside, for its secondary shards; or what these are, for its full parameters. Outside shards
-    travel as `wire`, where the layout says so of them.
+    `given`: the ranks of the outer axis, to gather secondary shards; or these shards, to gather full parameters.
+    `dtype`: shards that the layout computes in it are cast before sending. `at`: the memory to gather into. `wire`: the
+    dtype that is sent along the outer axis, for parameters whose layout has it.
     """
     if isinstance(given, AxisCommunicator):
         return _gather_outside(bound, given, keep=keep, dtype=dtype, wire=wire)
@@ -248,11 +248,11 @@ def all_gather(
 def _gather_outside(
     bound: BoundUnit, outside: AxisCommunicator, *, keep: bool, dtype: torch.dtype | None, wire: torch.dtype | None
 ) -> OutsideGather:
-    """Start gathering secondary shards, unless they, or the full copy that comes of them, are kept and current."""
+    """Start gathering secondary shards, unless they, or the unit's full copy, are kept and current."""
     shards, device = bound.shards, outside.device
     if (kept := shards.secondary.get(bound.unit.names)) is not None:
-        # Kept by a step on another stream: without this its memory, once let go, could be written to by that stream's
-        # later work while what is gathered from it on this one is still being sent.
+        # Kept by a step on another stream: without this, that stream's later work could reuse the memory once it is
+        # dropped, while a gather on this stream still sends from it.
         if stream_number(device) != kept.stream:
             kept.memory.record_stream(current_stream(device))
         return OutsideGather(bound, outside, kept, (), keep)
@@ -283,7 +283,7 @@ def _start_outside(
 def _secondary_of(
     bound: BoundUnit, dtype: torch.dtype | None, wire: torch.dtype | None = None, memory: torch.Tensor | None = None
 ) -> Secondary:
-    """The secondary shards that lie in `memory`, or are to arrive in new one."""
+    """The secondary shards in `memory`, or buffers for them in new memory."""
     inside = bound.shards.communicator.inside
     messages = bound.unit.sent(None, dtype, inside=inside.size, wire=wire)
     sizes = [message.nbytes for message in messages]
@@ -294,7 +294,7 @@ def _secondary_of(
 
 
 def gathered(bound: BoundUnit) -> Full:
-    """The full parameters of a unit, now: for code that runs outside of a program."""
+    """Gather the full parameters of a unit and wait for them: for code outside of a program."""
     communicator, dtype, secondary = bound.shards.communicator, bound.unit.compute_dtype, None
     if communicator.parts > 1 and bound.unit.is_sharded:
         (outside,), wire = communicator.outside, bound.unit.outer_gather_dtype
@@ -305,7 +305,7 @@ def gathered(bound: BoundUnit) -> Full:
 def gather_ahead(bound: BoundUnit, *, keep: bool = False, dtype: torch.dtype | None = None) -> None:
     """Start gathering a unit for the next step, whose `all_gather` takes it unless the shards have changed by then.
 
-    What is sent is a copy of the shards: between steps anybody may write to them, while it is still being read.
+    Sends a copy of the shards: between steps anyone may write to the shards while the gather still reads them.
     """
     kept = bound.shards.kept.pop(bound.unit.names, None) if keep else None
     bound.shards.ahead[bound.unit.names] = _start(bound, keep, dtype, kept, copies=True)
@@ -321,9 +321,10 @@ def _start(
     at: torch.Tensor | None = None,
     secondary: torch.Tensor | None = None,
 ) -> Gather:
-    """Start gathering, into the memory of `kept` where there is one. `copies`: what is sent may be written to.
+    """Start gathering, into the memory of `kept` if there is one.
 
-    `secondary`: what is sent, if that is not what this rank keeps.
+    `copies`: send a copy, because the shards may be written to meanwhile. `secondary`: secondary shards to send in
+    place of this rank's own.
     """
     shards, unit = bound.shards, bound.unit
     communicator, memory = shards.communicator.inside, shards.memory
@@ -341,9 +342,8 @@ def _start(
     else:
         arrived = []
         for message in messages:
-            # A stale copy's memory is used again: fresh memory costs the kernel's zeros, page by page. Nobody reads
-            # what was there: a backward that still would is refused, and on CUDA the gather waits for the current
-            # stream.
+            # Reuse a stale copy's memory: the kernel has to zero fresh memory, page by page. Nobody reads its old
+            # values: a backward that would is refused, and on CUDA the gather waits for the current stream.
             stale = kept.arrived.get(message.places[0]) if kept is not None and len(message.places) == 1 else None
             arrived.append(places.empty(message.numel, message.dtype) if stale is None else stale)
         with memory.sending():
@@ -357,10 +357,10 @@ def _start(
                 works = [memory.copied(full) for full in arrived]
         arrivals = list(zip(messages, arrived, works, strict=True))
     arrivals += _whole(bound)
-    told = list(zip(messages, sent, strict=True)) if copies else []
+    sent_by_message = list(zip(messages, sent, strict=True)) if copies else []
     writes = shards.writes() if keep or copies else 0
     stream = stream_number(communicator.device)
-    return Gather(bound, arrivals, keep, places, sent=told, writes=writes, stream=stream)
+    return Gather(bound, arrivals, keep, places, sent=sent_by_message, writes=writes, stream=stream)
 
 
 def _gathered(
@@ -370,7 +370,7 @@ def _gathered(
     owners: list[int | None],
     parts: int,
 ) -> list[AsyncWork]:
-    """Start what brings each message: from all ranks, or from its owner, which has put it where it arrives."""
+    """Start gathering each message: from all ranks, or from its owner, which has put it where it arrives."""
     divided = [index for index, owner in enumerate(owners) if owner is None]
     given = [arrived[index] for index in divided], [sent[index] for index in divided]
     works = ranks.collectives.all_gather_many(*given, parts)
@@ -382,7 +382,7 @@ def _gathered(
 
 
 def _whole(bound: BoundUnit) -> Iterator[tuple[Message, torch.Tensor, AsyncWork | None]]:
-    """Start copying what every rank has whole to the device, if it is away."""
+    """Start copying unsharded parameters to the device, if they are not there."""
     shards, memory = bound.shards, bound.shards.memory
     for index, param in enumerate(bound.unit.params):
         if memory.is_away and not param.shards:
@@ -403,11 +403,11 @@ def reduce_scatter(
     at: torch.Tensor | None = None,
     wire: torch.dtype | None = None,
 ) -> Reduction:
-    """Start averaging gradients; each rank gets its shard (all of it, of a parameter that is not sharded).
+    """Start averaging gradients; each rank gets its shard, or all of an unsharded parameter.
 
-    With `dtype`, gradients that the layout reduces in it are cast before they are sent. What takes memory beside
-    gradients and shards is sent in pieces of at most `bucket` bytes, or of one row of the parameter for each rank. What
-    is copied as a whole is copied to `at`. With `outside`, the ranks of the outer axis: of averages inside.
+    `dtype`: gradients that the layout reduces in it are cast before sending. `bucket`: gradients that need staging
+    memory are sent in pieces of at most so many bytes, but at least one row of the parameter per rank. `at`: the memory
+    to pack whole messages into. `outside`: the ranks of the outer axis, with averages over the inner one.
     """
     if isinstance(grads, InsideAverages):
         return _reduce_outside(bound, grads, outside, wire, scatter=True)
@@ -422,10 +422,10 @@ def all_reduce(
     dtype: torch.dtype | None = None,
     wire: torch.dtype | None = None,
 ) -> Reduction:
-    """Start averaging gradients; each rank gets all. Works in place where it can: gradients are the program's own.
+    """Start averaging gradients; each rank gets all of them. In place if possible: the program owns its gradients.
 
-    With `outside`, the ranks of the outer axis: of averages inside. They are averaged in the dtype in which these were,
-    `dtype` where one is named, and travel as `wire`, where that is.
+    `outside`: the ranks of the outer axis, with averages over the inner one, which are averaged in their own dtype.
+    `wire`: the dtype that is sent there, for parameters whose layout has it.
     """
     if isinstance(grads, InsideAverages):
         return _reduce_outside(bound, grads, outside, wire, scatter=False)
@@ -440,13 +440,13 @@ def _reduce_outside(
     *,
     scatter: bool,
 ) -> Reduction:
-    """Start averaging over the ranks of the outer axis what has been averaged inside."""
-    assert outside is not None, "a program says over which ranks"
+    """Start averaging, over the ranks of the outer axis, the averages over the inner one."""
+    assert outside is not None, "programs name the ranks of the outer axis"
     arrivals: Arrivals = []
     for message, tensor in averages.arrivals:
         scatters = scatter and message.is_sharded and outside.size > 1
         arrived = tensor.new_empty(tensor.numel() // outside.size) if scatters else tensor
-        # Empty are averages that another rank owns, and so those of all ranks with the same shards.
+        # Averages that another rank owns are empty here, and on all ranks with the same shards: all skip them alike.
         work: AsyncWork | None = None
         if outside.size > 1 and tensor.numel():
             sent_as = wire if message.params[0].outer_dtype is wire and wire is not tensor.dtype else None
@@ -457,7 +457,7 @@ def _reduce_outside(
 
 
 def average(bound: BoundUnit, grads: list[torch.Tensor | None], *, scattered: bool) -> Gradients:
-    """The averages of gradients over all ranks, now: for those that are reduced outside of a program."""
+    """Average gradients over all ranks and wait: for those that are reduced outside of a program."""
     communicator, dtypes = bound.shards.communicator, (bound.unit.reduction_dtype, bound.unit.outer_dtype)
     averages: Any = grads
     for outside in (None, *communicator.outside):
@@ -480,9 +480,9 @@ Summed = list[torch.Tensor | None] | Gradients | InsideAverages
 
 
 def add(bound: BoundUnit, sums: Summed, grads: Summed, *, dtype: torch.dtype | None = None) -> Summed:
-    """Add gradients of a further micro-batch, in the memory of `sums`; gives these, and leaves both lists empty.
+    """Add the gradients of another micro-batch to `sums`, in place; returns the sums, and empties both lists.
 
-    With `dtype`, those whose sum the layout has in it are cast to it before.
+    `dtype`: gradients that the layout sums in it are cast first.
     """
     if isinstance(sums, Gradients):
         assert isinstance(grads, Gradients), "averages are added to averages"
@@ -507,12 +507,12 @@ def add(bound: BoundUnit, sums: Summed, grads: Summed, *, dtype: torch.dtype | N
 
 
 def write(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    """Let a buffer of the model have a new value."""
+    """Copy a new value into a buffer of the model."""
     buffer.copy_(value)
 
 
 def plus(one: torch.Tensor, other: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Their sum, in memory of its own; `dtype`: in which it is, if not in theirs."""
+    """The sum in new memory; `dtype`: its dtype, if not that of the operands."""
     return one + other if dtype is None else one.to(dtype) + other
 
 
@@ -529,26 +529,26 @@ def update(bound: BoundUnit, grads: Gradients | InsideAverages) -> None:
 def wait(
     started: Gather | OutsideGather | Reduction | Arrival | Receiving | Sending, *, added: bool = False
 ) -> Full | Gradients | InsideAverages | torch.Tensor | None:
-    """What a gather brings, averaged gradients in the dtype of their shards, an activation, what a stage has sent."""
+    """The result of async work: full parameters, averaged gradients, an activation, or a value from another stage."""
     return started.wait(added=True) if added and isinstance(started, Reduction) else started.wait()
 
 
 def release(full: Full) -> None:
     """Drop full parameters: their memory is back with the allocator when this returns.
 
-    On CUDA the allocator hands it only to later work of the current stream, which runs after the kernels that read it;
-    a later gather into it starts only once the current stream has come to its launch.
+    On CUDA the allocator gives it only to later work of the current stream, which runs after the kernels that read it;
+    a later gather into it first waits for the current stream.
     """
     full.release()
 
 
 def copy(value: torch.Tensor, *, strided: bool = False) -> torch.Tensor:
-    """A copy in memory of its own: contiguous, or, where that is dense, laid out like the value."""
+    """A copy in new memory: contiguous, or, with `strided`, with the value's strides if it is dense."""
     return value.clone(memory_format=torch.preserve_format if strided else torch.contiguous_format)
 
 
 def store(value: torch.Tensor, stack: ActivationStack) -> torch.Tensor:
-    """A copy of a tensor, laid out alike, on top of the stack; beside it, where that is full."""
+    """A copy with the same strides, on top of the stack; in newly allocated memory if the stack is full."""
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     taken = stack.take((last + 1) * value.itemsize) if value.numel() else None
     if taken is None:
@@ -557,7 +557,7 @@ def store(value: torch.Tensor, stack: ActivationStack) -> torch.Tensor:
 
 
 def offload(value: torch.Tensor, away: OffloadedActivations) -> torch.Tensor:
-    """Start moving an activation out of the device's memory; gives what stands for it."""
+    """Start moving an activation out of the device's memory; returns its token."""
     return away.offload(value)
 
 
@@ -581,7 +581,7 @@ def _reduce(
     grads = bound.shards.with_held(params, grads)
     arrivals: Arrivals = []
     names = tuple([param.name for param, grad in zip(params, grads, strict=True) if grad is not None])
-    messages, together = bound.unit.sent(names, dtype, packed=shards > 1), []
+    messages, coalesced = bound.unit.sent(names, dtype, packed=shards > 1), []
     if whole.size == 1 and dtype is None:  # nothing is sent, so nothing is packed or cast
         arrivals = [(message, flattened(grads[message.places[0]]), None) for message in messages]
         messages = ()
@@ -598,20 +598,20 @@ def _reduce(
                 continue
             arrived = pack(message.params, own, shards, cast, places)
             if communicator.size > 1:
-                together.append((message, arrived))
+                coalesced.append((message, arrived))
                 continue
         else:
             arrived = joined(own, cast)
             work = None if communicator.size == 1 else communicator.collectives.all_reduce(arrived)
         arrivals.append((message, arrived, work))
-    mine = [torch.empty(s.numel() // communicator.size, dtype=s.dtype, device=s.device) for _, s in together]
-    works = communicator.collectives.reduce_scatter_many(mine, [sent for _, sent in together], whole.parts)
-    arrivals += [(message, shard, work) for (message, _), shard, work in zip(together, mine, works, strict=True)]
+    mine = [torch.empty(s.numel() // communicator.size, dtype=s.dtype, device=s.device) for _, s in coalesced]
+    works = communicator.collectives.reduce_scatter_many(mine, [sent for _, sent in coalesced], whole.parts)
+    arrivals += [(message, shard, work) for (message, _), shard, work in zip(coalesced, mine, works, strict=True)]
     return Reduction(bound, arrivals, scattered, communicator)
 
 
 def _to_owner(ranks: AxisCommunicator, owner: int, sent: torch.Tensor) -> tuple[torch.Tensor, AsyncWork | None]:
-    """Where the average of what all ranks send arrives, empty on all but its owner, and the work that brings it."""
+    """Start averaging onto `owner`; returns the result's buffer, empty on other ranks, and the work that fills it."""
     work = None if ranks.size == 1 else ranks.collectives.reduce_to(owner, sent)
     return (sent if ranks.rank == owner else sent.new_empty(0)), work
 
@@ -624,9 +624,9 @@ def _by_pieces(
     dtype: torch.dtype | None,
     bucket: int,
 ) -> tuple[torch.Tensor, AsyncWork] | None:
-    """Where this rank's part of a gradient's average arrives, and the work that brings it; None if it goes whole.
+    """Start averaging a gradient in pieces; returns this rank's buffer and its work, None if the gradient goes whole.
 
-    `primary`: how many shards of the parameter that part has.
+    `primary`: number of primary shards in this rank's part.
     """
     size, param, grad = communicator.size, message.params[0], grads[0]
     assert grad is not None, "messages hold parameters with gradients only"
@@ -644,7 +644,7 @@ def _by_pieces(
 
 
 def _land(work: AsyncWork, operation: str, unit: str, ranks: AxisCommunicator, payload: int, group: str = "") -> None:
-    """Wait for a collective, and note when it flew; `group`: its axis, if that is not the one that shards."""
+    """Wait for a collective and record it; `group`: its axis, if that is not the one that shards."""
     ranks.recorder.land(work, operation, unit, payload * (ranks.size - 1) // ranks.size, group)
 
 

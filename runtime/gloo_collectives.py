@@ -1,7 +1,7 @@
-"""Collectives on gloo, of tensors on the host: exchanges with every other rank (`isend`, `irecv`), sums in their order.
+"""Collectives of host tensors on gloo: exchanges with every other rank (`isend`, `irecv`), summed in rank order.
 
-gloo's own reduce_scatter sends as many bytes as an all_reduce, and its all_gather reaches 58% of a line that the
-exchange fills. What arrives is waited for and summed on a thread of its own, beside compute.
+gloo's own reduce_scatter sends as many bytes as an all_reduce, and its all_gather reaches 58% of the bandwidth that
+exchanges do. A progress thread waits for what arrives and sums it, in parallel with compute.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from zcompile.runtime.low_precision import decode, encode, mean_of, padded_rows,
 from zcompile.runtime.waits import RankLost
 
 _TAG = 1 << 30
-"""In the tags of all messages between ranks, to tell them from the user's own on the same group."""
+"""Set in the tags of all messages between ranks, to tell them from the user's own on the same group."""
 _RUNS = 1 << 20
-"""How many runs have tags of their own. The lower bits of a tag are those of its message, which every rank counts
-alike: messages of the progress thread must not meet those that the program's thread sends meanwhile."""
+"""Number of runs with tags of their own. The lower bits of a tag number the run's messages, equally on every rank:
+messages of the progress thread must not match those that the program's thread sends meanwhile."""
 _MESSAGES = 1 << 10
 _CALLS = 1 << 29
-"""The tag of what ranks tell each other of their runs, which must meet whatever they run."""
+"""The tag of messages about runs (`share`), which must match whatever the ranks run."""
 _PIECE_BYTES = 2**22
-"""Bytes of a rank's part of an all_reduce that are sent at a time: so much memory it takes from each rank, twice."""
+"""Bytes of a rank's part of an all_reduce that are sent at a time; receiving takes twice as much memory for each
+rank."""
 _CACHED = 2**17
 """Elements that stay in a core's cache between the sum and the division."""
 Rows = Sequence[torch.Tensor]
 Works = list[tuple[int, dist.Work]]
-"""Messages on their way, each with the rank of the group that it comes from or goes to."""
-_Flying = tuple[Works, Callable[[], None]]
-"""The messages of a piece, and what is done once they have arrived."""
+"""Messages in flight, each with the group rank of its peer."""
+_InFlight = tuple[Works, Callable[[], None]]
+"""The messages of a piece, and a function to call once they have arrived."""
 
 
 class GlooCollectives(Collectives):
@@ -45,22 +46,21 @@ class GlooCollectives(Collectives):
     separates = True
 
     def __init__(self, member: Member, gloo: Any) -> None:
-        """`gloo`: the backend, of the member's group or one of its hosts alone."""
+        """`gloo`: the backend of the member's group, or of a group of its hosts alone."""
         super().__init__(member, gloo)
         self._gloo = gloo
         self._tag = _TAG
         self._tags = itertools.cycle(range(1, _MESSAGES))
 
     def order_all(self) -> None:
-        """Exchanges hold their memory until their thread is done with it."""
+        """Does nothing: exchanges hold their memory until the progress thread is done with it."""
 
     def stamp(self, run: int) -> None:
-        """The number is in the tags of messages, so that those of different runs do not meet."""
+        """Put the number into the tags of messages, so that those of different runs do not match."""
         self._tag = _TAG + (run % _RUNS) * _MESSAGES
         self._tags = itertools.cycle(range(1, _MESSAGES))
 
     def _all_gather(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], parts: int) -> list[AsyncWork]:
-        """To every rank, from every rank."""
         return [self._gather(full, shard, parts) for full, shard in zip(fulls, shards, strict=True)]
 
     def _gather(self, full: torch.Tensor, shard: torch.Tensor, parts: int) -> AsyncWork:
@@ -80,10 +80,9 @@ class GlooCollectives(Collectives):
     def _reduce_scatter(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], parts: int
     ) -> list[AsyncWork]:
-        """Each rank gets the others' parts of its shard, and sums them in the order of ranks.
+        """Each rank receives its shard's part of every other rank's gradients, and sums in rank order.
 
-        The result does not depend on how gradients are packed into messages, and what is sent is half of what gloo's
-        own would send.
+        The result does not depend on how gradients are packed into messages, and half as much is sent as by gloo's own.
         """
         return [self._scatter(shard, full, parts) for shard, full in zip(shards, fulls, strict=True)]
 
@@ -101,7 +100,7 @@ class GlooCollectives(Collectives):
         return self._follow(arrive, "a reduction")
 
     def _reduce_scatter_in(self, wire: torch.dtype, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
-        """An exchange of parts, all of them at once."""
+        """One exchange of all parts."""
         sent = encode(padded_rows(full.view(self.size, -1)), wire)
         arriving = torch.empty_like(sent)
         works = self._exchange(list(sent), list(arriving))
@@ -114,13 +113,13 @@ class GlooCollectives(Collectives):
         return self._follow(arrive, "a reduction")
 
     def rows_staged(self, *, packed: bool) -> int:
-        """The parts of all others but one arrive beside."""
+        """The parts of all other ranks but one need memory to arrive in."""
         return packed * self.size + self.size - 2
 
     def _by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
         tag = self._own_tag()
 
-        def start(begin: int) -> _Flying:
+        def start(begin: int) -> _InFlight:
             part = shard[begin : begin + width]
             rows = piece(begin, begin + part.numel())
             arriving = self._arriving(part, rows)
@@ -130,38 +129,38 @@ class GlooCollectives(Collectives):
         return self._in_pieces(map(start, range(0, shard.numel(), width)), "a reduction")
 
     def _in_pieces(
-        self, pieces: Iterator[_Flying], what: str, *, begins: bool = False, last: Callable[[], None] = lambda: None
+        self, pieces: Iterator[_InFlight], what: str, *, begins: bool = False, last: Callable[[], None] = lambda: None
     ) -> AsyncWork:
-        """Piece after piece on the progress thread, each when the one before the last has arrived.
+        """Exchange pieces on the progress thread, at most two in flight; `last` runs after the last one.
 
-        That thread's messages have a tag of their own, so that they do not meet those that this thread sends meanwhile.
+        That thread's messages have a tag of their own, so that they do not match those that this thread sends
+        meanwhile.
 
-        `begins`: the first piece is on its way when this returns, behind those of messages before it: a slow line has
-        no gap between messages.
+        `begins`: send the first piece before returning, so that a slow link has no gap between messages.
         """
-        on_their_way = deque[_Flying](itertools.islice(pieces, 1 if begins else 0))
+        in_flight = deque[_InFlight](itertools.islice(pieces, 1 if begins else 0))
 
         def arrive() -> None:
-            on_their_way.extend(itertools.islice(pieces, 2 - len(on_their_way)))
-            while on_their_way:
-                works, finish = on_their_way.popleft()
+            in_flight.extend(itertools.islice(pieces, 2 - len(in_flight)))
+            while in_flight:
+                works, finish = in_flight.popleft()
                 self._wait_all(works)
                 finish()
-                del works, finish  # this piece is gone before the next one is made
-                on_their_way.extend(itertools.islice(pieces, 1))
+                del works, finish  # free this piece before the next one is made
+                in_flight.extend(itertools.islice(pieces, 1))
             last()
 
         return self._follow(arrive, what)
 
     def _arriving(self, shard: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Where each rank's part of `shard` is or arrives, in the order of ranks; one of them where the sum will be."""
+        """Buffers for every rank's part of `shard`, in rank order; one of them is `shard`, where the sum will be."""
         others = [shard, *torch.empty(self.size - 2, shard.numel(), dtype=shard.dtype)]
         return [*others[: self.rank], rows[self.rank], *others[self.rank :]]
 
     def _all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
-        """By exchanges: gloo's own has no tags, so that those of different runs could meet.
+        """By exchanges: gloo's own has no tags, so that messages of different runs could match.
 
-        It also ends the process if their sizes differ. Summed in the order of ranks, as a reduce_scatter is.
+        It also aborts the process if their sizes differ. Summed in rank order, as in a reduce_scatter.
         """
         flat = tensor.view(-1)
         if flat.numel() < self.size:
@@ -169,7 +168,7 @@ class GlooCollectives(Collectives):
         return self._exchange_pair(flat) if self.size == 2 else self._exchange_whole(flat)
 
     def _exchange_small(self, flat: torch.Tensor, combine: Callable[[torch.Tensor, Rows], None]) -> AsyncWork:
-        """Every rank gets the 1-D tensors of all, and combines them in their order, in place."""
+        """Every rank receives the 1-D tensors of all ranks, and combines them in rank order, in place."""
         sent, rows = flat.clone(), list(torch.empty(self.size, flat.numel(), dtype=flat.dtype))
         rows[self.rank] = sent
         works = self._exchange([sent] * self.size, rows)
@@ -181,10 +180,10 @@ class GlooCollectives(Collectives):
         return self._follow(arrive, "an all_reduce")
 
     def _exchange_pair(self, flat: torch.Tensor) -> AsyncWork:
-        """Two ranks send each other all of a 1-D tensor: as many bytes as by parts, and nobody waits for an average."""
+        """Two ranks exchange all of a 1-D tensor: as many bytes as in parts, without a second exchange of averages."""
         tag, first = self._own_tag(), flat.data_ptr()
 
-        def start(piece: torch.Tensor) -> _Flying:
+        def start(piece: torch.Tensor) -> _InFlight:
             rows = [piece, torch.empty_like(piece)][:: 1 if self.rank == 0 else -1]
             works = self._exchange([piece, piece], rows, tag, recorded=piece.data_ptr() == first)
             return works, lambda: _average(piece, rows)
@@ -194,7 +193,7 @@ class GlooCollectives(Collectives):
     def _exchange_whole(self, flat: torch.Tensor) -> AsyncWork:
         """Each rank averages its part of a 1-D tensor, piece by piece, and sends it to all others.
 
-        What has been sent of a part is written to with its average only when it has left.
+        A part that was sent is overwritten with its average only after it has left.
         """
         scatter, gather = self._own_tag(), self._own_tag()
         bounds = [flat.numel() * rank // self.size for rank in range(self.size + 1)]
@@ -202,7 +201,7 @@ class GlooCollectives(Collectives):
         width = max(_PIECE_BYTES // flat.itemsize, 1)
         returning: Works = []
 
-        def start(begin: int) -> _Flying:
+        def start(begin: int) -> _InFlight:
             rows = [part[begin : begin + width] for part in parts]
             arriving = [torch.empty_like(rows[self.rank]) for _ in rows]
 
@@ -218,7 +217,7 @@ class GlooCollectives(Collectives):
         return self._in_pieces(map(start, starts), "an all_reduce", last=lambda: self._wait_all(returning))
 
     def _all_reduce_in(self, wire: torch.dtype, tensor: torch.Tensor) -> AsyncWork:
-        """By exchanges of parts, then of their averages; between two ranks by one of all."""
+        """Exchange parts, then their averages; two ranks exchange everything once."""
         flat, back = tensor.view(-1), self._own_tag()
         sent = encode(parts_of(flat, self.size), wire)
         arriving = torch.empty(self.size, sent.shape[1], dtype=torch.uint8)
@@ -229,7 +228,7 @@ class GlooCollectives(Collectives):
             self._wait_all(works)
             mean = mean_of(arriving, wire, flat.dtype)
             if len(sent) > 1:
-                means = arriving  # what has arrived is read
+                means = arriving  # reused: what arrived has been read
                 means[self.rank].copy_(encode(mean[None], wire)[0])
                 rows = list(means)
                 self._wait_all(self._exchange([rows[self.rank]] * self.size, rows, back, recorded=False))
@@ -246,11 +245,11 @@ class GlooCollectives(Collectives):
         return self._follow(lambda: self._wait_all(works), "a gather")
 
     def _reduce(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
-        """To one rank, from every rank, piece by piece, two at a time: so much memory it takes of each rank."""
+        """Every rank sends to `owner`, piece by piece with two in flight, which bounds the memory of `owner`."""
         flat, mine, tag = tensor.view(-1), owner == self.rank, self._own_tag()
         first = flat.data_ptr()
 
-        def start(piece: torch.Tensor) -> _Flying:
+        def start(piece: torch.Tensor) -> _InFlight:
             arriving = [torch.empty_like(piece) if mine else piece[:0] for _ in range(self.size)]
             sent = [piece if rank == owner else piece[:0] for rank in range(self.size)]
 
@@ -265,7 +264,7 @@ class GlooCollectives(Collectives):
         return self._in_pieces(map(start, _split(flat)), "a reduction", begins=True)
 
     def _own_tag(self) -> int:
-        """A tag for what the progress thread sends of one message."""
+        """A tag for the messages that the progress thread sends for one collective."""
         return self._tag + next(self._tags)
 
     def _exchange(
@@ -278,11 +277,11 @@ class GlooCollectives(Collectives):
     ) -> Works:
         """Send `sent[i]` to rank i and receive from it into `received[i]`, for every rank but this one, if not empty.
 
-        All that is to be received is announced first: a sender waits for the announcement, which would else stand
-        behind what this rank itself sends (measured on a slow line: half the rate).
+        All receives are posted first: a sender waits for its receiver's announcement, which would otherwise queue
+        behind what this rank itself sends (measured on a slow link: half the bandwidth).
 
-        gloo writes what the socket takes within `isend`, on this thread: time of the line, not of the executor. What
-        the progress thread sends is not `recorded`: the program's thread does not wait for it.
+        Within `isend`, gloo writes what the socket takes on this thread, which is recorded as time of the link and not
+        of the executor. Sends of the progress thread are not `recorded`: the program's thread does not wait for them.
         """
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         tag = self._tag if tag is None else tag
@@ -302,7 +301,7 @@ class GlooCollectives(Collectives):
             yield
 
     def _wait_all(self, works: Works) -> None:
-        """Block this thread until all of them are done.
+        """Block this thread until all works are done.
 
         Raises:
             RankLost: another rank failed or stayed away.
@@ -314,7 +313,7 @@ class GlooCollectives(Collectives):
         self.member.waits.awaited = None
 
     def share(self, numbers: torch.Tensor) -> Shared:
-        """Send this rank's int64 [n] to all others, and get theirs, without waiting, whatever they run."""
+        """Exchange int64 [n] with all other ranks, without waiting, whatever they run."""
         rows = list(torch.empty(self.size, numbers.numel(), dtype=torch.int64))
         rows[self.rank] = numbers
         with self.member.waits.explained("what the others run"):
@@ -324,7 +323,7 @@ class GlooCollectives(Collectives):
         )
 
     def largest(self, flags: torch.Tensor) -> None:
-        """The largest of all ranks' integer `flags`, element by element, in place."""
+        """Take the elementwise maximum of all ranks' integer `flags`, in place."""
         self._exchange_small(flags.view(-1), _largest).wait()
 
 
@@ -334,7 +333,7 @@ def _split(flat: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _average(average: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
-    """Average equal 1-D `rows`, summed in their order; `average` may be the first or, behind one row, the second."""
+    """Average equal 1-D `rows`, summed in order. `average` may alias the first or the second row, but no later one."""
     for piece, *parts in zip(*(row.split(_CACHED) for row in (average, *rows)), strict=True):
         torch.add(parts[0], parts[1], out=piece)
         for part in parts[2:]:
@@ -348,7 +347,7 @@ def _largest(most: torch.Tensor, rows: Rows) -> None:
 
 @contextlib.contextmanager
 def of_rank(rank: int) -> Iterator[None]:
-    """Note of what torch raises that it is about a message from or to this rank of the group."""
+    """Turn errors of torch into `RankLost`: they concern a message from or to this rank of the group."""
     try:
         yield
     except RuntimeError as error:

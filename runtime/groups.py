@@ -25,12 +25,12 @@ from zcompile.torch_internals.dtensor import flattened, forget_meshes, root_mesh
 
 
 class AxisCommunicator:
-    """The ranks along one dimension of a mesh, and what they do together.
+    """The ranks along one dimension of a mesh, and their collectives.
 
     Args:
-        mesh: Of one dimension.
-        device: Where the tensors are.
-        whole: The communicator of all ranks that train the same model, of which these are some.
+        mesh: One-dimensional.
+        device: The device of the tensors.
+        whole: The communicator of all ranks that train the same model, which include these.
     """
 
     collectives: Collectives
@@ -52,12 +52,12 @@ class AxisCommunicator:
 
 
 class Communicator(AxisCommunicator):
-    """All ranks that train the same model on other data, and of these the groups along each axis.
+    """All ranks that train the same model on different data, and their groups along each axis.
 
     Args:
-        mesh: Of one dimension, or of two, whose names say along which shards repeat, or are divided further: see
-            `data_axes`.
-        device: Where the tensors are.
+        mesh: One-dimensional, or two-dimensional with names that say along which dimension shards repeat or are divided
+            further: see `data_axes`.
+        device: The device of the tensors.
         hybrid: What the two dimensions divide.
     """
 
@@ -66,7 +66,7 @@ class Communicator(AxisCommunicator):
         super().__init__(as_one(mesh), device)
         self.mesh = mesh
         self.control: GlooCollectives | None = None
-        """What the hosts tell each other, past the streams of any GPU; None where there are no others."""
+        """For messages between hosts that must not wait for streams of a GPU; None if this rank is alone."""
         if isinstance(self.collectives, GlooCollectives):
             self.control = self.collectives
         elif self.size > 1 and not self.is_fake:
@@ -76,7 +76,7 @@ class Communicator(AxisCommunicator):
         axes = layout.averaged if mesh.ndim > 1 else ()
         self._parts: list[AxisCommunicator] = [AxisCommunicator(mesh[axis.name], device, self) for axis in axes]
         self.parts: int = layout.parts
-        """How many primary shards a secondary one has; 1 where there are none."""
+        """Number of primary shards in a secondary one; 1 if there are none."""
 
     @property
     def inside(self) -> AxisCommunicator:
@@ -94,25 +94,25 @@ class Communicator(AxisCommunicator):
 
     @property
     def dividing(self) -> AxisCommunicator:
-        """The ranks among which what a rank keeps is divided."""
+        """The ranks among which stored parameters are divided."""
         return self if self.parts > 1 else self.inside
 
     @property
     def dividing_mesh(self) -> DeviceMesh:
-        """The mesh that parameters are placed on: of one dimension, where both axes divide them."""
+        """The mesh that parameters are placed on: flattened, if both axes divide them."""
         return as_one(self.mesh) if self.parts > 1 else self.mesh
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Give every rank the values of the mesh's rank `source`, in place; any device, strides and dtype."""
+        """Broadcast from the mesh's rank `source`, in place; any device, strides and dtype."""
         if self.size > 1:
             what = f"a broadcast of the values of rank {self.waits.ranks[source]}"
             broadcast(tensor, self.device, self.group, source, self.waits, what)
 
     def any_rank(self, flags: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' integer `flags` on the host, element by element, in place.
+        """Take the elementwise maximum of all ranks' integer `flags` on the host, in place.
 
-        From host to host: no stream is waited for. Not metered, it is no program's.
+        From host to host, so no stream is waited for. Not metered, since it belongs to no program.
         """
         if self.size > 1 and self.control is not None:
             with self.recorder.span("wait"), self.waits.explained("a comparison of the ranks"):
@@ -120,14 +120,14 @@ class Communicator(AxisCommunicator):
         return flags
 
     def stamp(self, run: int) -> None:
-        """What is sent from now on belongs to the run with this number, where messages can tell."""
+        """Mark messages from now on as belonging to the run with this number, if the backend has tags."""
         for part in (self, *self._parts):
             part.collectives.stamp(run)
         if self.control is not None:
             self.control.stamp(run)
 
     def order_all(self) -> None:
-        """Whatever was begun and not waited for ends before what the current stream does from here on."""
+        """Make the current stream wait for every collective that was started and not waited for."""
         for part in (self, *self._parts):
             part.collectives.order_all()
 
@@ -140,7 +140,7 @@ class Communicator(AxisCommunicator):
 def broadcast(
     tensor: torch.Tensor, device: torch.device, group: dist.ProcessGroup, source: int, waits: Waits, what: str
 ) -> None:
-    """Give every rank of a group the values of one, in place; `device`: where its collectives run."""
+    """Broadcast from one rank of a group, in place; `device`: where its collectives run."""
     if tensor.numel() == 0:
         return
     sent = tensor.to(device).contiguous()
@@ -151,7 +151,7 @@ def broadcast(
 
 
 def connected_hosts(name: str, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Connections, under a name of their own, between the hosts of a group whose collectives are of GPUs. Collective.
+    """Connect the hosts of a GPU group over gloo, under a name of their own. Collective.
 
     Raises:
         GroupError: they cannot reach each other.
@@ -172,7 +172,7 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def default_device(mesh: DeviceMesh | None) -> torch.device:
-    """Where a model without memory is to live: where the mesh's, or else the default group's, collectives run."""
+    """The device for a model on meta: where collectives of the mesh, or otherwise of the default group, run."""
     return own_device(mesh.device_type if mesh is not None else gpu_kind() if _reaches_gpus() else HOST)
 
 
@@ -192,8 +192,8 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device, tensor: DeviceMe
     `tensor`: the mesh over which tensor parallelism divides the model.
 
     Raises:
-        GroupError: several ranks without a process group; a mesh of several dimensions that do not say what they are
-            for, of another device, or one along which ranks would train apart.
+        GroupError: there are several ranks without a process group; or the mesh has dimensions without the names that
+            are needed, is for another device, or leaves out ranks, which would train separately.
     """
     if mesh is not None:
         check_mesh(mesh, tensor)
@@ -211,15 +211,15 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device, tensor: DeviceMe
 
 
 def ranks_of(mesh: DeviceMesh | None) -> list[int]:
-    """The ranks of a mesh as it was given; without one, all."""
+    """The global ranks of a mesh; all ranks without one."""
     return list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
 
 
 def data_axes(mesh: DeviceMesh) -> dict[str, AxisKind]:
-    """What a mesh's dimensions are for, by their names, in their order.
+    """The kinds of axis of a mesh's dimensions by name, in order.
 
     Raises:
-        GroupError: of several dimensions, none or more than one shards, or repeats shards, by its name.
+        GroupError: of several dimensions, not exactly one shards and one repeats shards, by name.
     """
     names = mesh.mesh_dim_names or (DATA,)
     if mesh.ndim == 1:
@@ -227,10 +227,10 @@ def data_axes(mesh: DeviceMesh) -> dict[str, AxisKind]:
     kinds = [next((kind for kind in _DATA_KINDS if name.rpartition("_")[2] == kind), None) for name in names]
     if sorted(kinds, key=str) != sorted(_DATA_KINDS) or len(names) != mesh.ndim:
         problem = (
-            f"is {mesh}, and its dimensions do not say which of them repeats the shards that the other one divides"
+            f"is {mesh}, and its dimension names do not say which one replicates the shards that the other one divides"
         )
         example = f"init_device_mesh({mesh.device_type!r}, (nodes, gpus), mesh_dim_names=('replicate', 'shard'))"
-        fix = f"call them so, as in {example}, or name_replicate and name_shard; or give a mesh of one dimension"
+        fix = f"name them so, as in {example}, or *_replicate and *_shard; or give a one-dimensional mesh"
         raise GroupError("mesh", problem, fix)
     return {name: kind for name, kind in zip(names, kinds, strict=True) if kind is not None}
 
@@ -239,26 +239,26 @@ _DATA_KINDS = (AxisKind.REPLICATE, AxisKind.SHARD)
 
 
 def repeats_outside(mesh: DeviceMesh) -> bool:
-    """True if, of two dimensions, the first one repeats shards: those of a secondary shard then follow each other."""
+    """True if the outer one of two dimensions repeats shards: the ranks that shard are then adjacent."""
     return mesh.ndim == 1 or [*data_axes(mesh).values()] == [*_DATA_KINDS]
 
 
 def check_inside(mesh: DeviceMesh, hybrid: Hybrid) -> None:
     """Raise GroupError if both dimensions are to divide parameters, and the one that shards is the outer one."""
     if hybrid is not Hybrid.HSDP and not repeats_outside(mesh):
-        problem = f"is {mesh}, whose shards are not inside of its replicas, as shard={hybrid.value!r} wants them"
-        raise GroupError("mesh", problem, "give the dimension that repeats first, or choose shard='hsdp' or 'flat'")
+        problem = f"is {mesh}, whose outer dimension shards, but shard={hybrid.value!r} needs the inner one to"
+        raise GroupError("mesh", problem, "put the dimension that replicates first, or choose shard='hsdp' or 'flat'")
 
 
 def as_one(mesh: DeviceMesh) -> DeviceMesh:
-    """The data-parallel mesh as one dimension of all its ranks. Collective."""
+    """The data-parallel mesh, flattened to one dimension. Collective."""
     return mesh if mesh.ndim == 1 else flattened(mesh)
 
 
 def duplicate_group(mesh: DeviceMesh, name: str, device: torch.device) -> dist.ProcessGroup:
-    """Another group of the ranks along one of several dimensions. Collective over all ranks there are.
+    """A new group of the ranks along one of several dimensions. Collective over all ranks.
 
-    Another mesh does not do: along a dimension of all ranks it would have the default group each time.
+    Another mesh would not do: a dimension of all ranks always uses the default group.
     """
     ranks = mesh.mesh.movedim((mesh.mesh_dim_names or ()).index(name), -1).flatten(0, -2).tolist()
     group: dist.ProcessGroup
@@ -267,7 +267,7 @@ def duplicate_group(mesh: DeviceMesh, name: str, device: torch.device) -> dist.P
 
 
 def axes_of_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> tuple[Axis, ...]:
-    """The axes of the data-parallel mesh, and of the one over which tensor parallelism divides the model behind it."""
+    """The axes of the data-parallel mesh, then that of the mesh over which tensor parallelism divides the model."""
     parts = 1 if tensor is None else tensor.size()
     found, stride = list[Axis](), parts
     for name, kind in reversed(data_axes(mesh).items()):
@@ -281,11 +281,11 @@ def axes_of_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> tuple[Ax
 
 
 def check_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> None:
-    """Refuse a mesh whose ranks would not be all that train the same model; `tensor` as for `resolve_mesh`.
+    """Refuse a mesh that leaves out ranks that train the same model; `tensor` as for `resolve_mesh`.
 
     Raises:
-        GroupError: its dimensions do not say what they are for, or it is one of a mesh whose others are neither of size
-            1 nor `tensor`.
+        GroupError: its dimensions lack the names that are needed, or it is part of a mesh whose other dimensions are
+            neither of size 1 nor `tensor`.
     """
     data_axes(mesh)
     ranks = f"a mesh of one dimension over all data-parallel ranks, init_device_mesh({mesh.device_type!r}, (world,))"
@@ -298,14 +298,14 @@ def check_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> None:
     if len(groups) > 1:
         alone = f"of DeviceMesh.from_group([{', '.join(groups)}], {own}, mesh=..., mesh_dim_names=...)"
         alone += ", before parallelize_module" if tensor is not None else ""
-    problem = f"is {mesh}, a dimension of {root}: ranks that differ in another one would train apart, each on its own"
+    problem = f"is {mesh}, a dimension of {root}: ranks that differ in another dimension would train separately"
     ranks = f"that mesh itself, {ranks}" if names_replicas(root) else ranks
-    fix = f"give {ranks}, or none; where they have other models, such as pipeline stages, a mesh without them: {alone}"
+    fix = f"give {ranks}, or none; if others have other models, such as pipeline stages, a mesh without them: {alone}"
     raise GroupError("mesh", problem, fix)
 
 
 def names_replicas(mesh: DeviceMesh) -> bool:
-    """True for a mesh of two dimensions that shards can repeat along."""
+    """True for a two-dimensional mesh with a dimension that repeats shards."""
     try:
         return mesh.ndim > 1 and bool(data_axes(mesh))
     except GroupError:

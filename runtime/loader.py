@@ -1,4 +1,4 @@
-"""The loader: a printed program's text as a function that runs."""
+"""The loader: compiles a printed program's text into a function."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def load(
     *,
     operations: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Callable[[list[Any]], Any]:
-    """The function `name` of a printed program, with `regions` to call; its lines leave on `track` when they ran.
+    """Compile the function `name` of a printed program, which calls `regions`; `track` records its lines when they run.
 
-    `operations`: what else it calls, by default the functions of the runtime.
+    `operations`: the other functions that it calls, by default the runtime's.
 
-    Regions take their arguments in a list and empty it: what dies behind a call is freed within it, after its last use.
+    Regions take their arguments in a list and empty it: values that die at the call are freed within it, after their
+    last use.
 
-    The text is known to `linecache` under `filename`, so that a traceback shows the program's own lines.
+    The text is registered with `linecache` under `filename`, so that tracebacks show the program's own lines.
     """
     functions = {**(OPERATIONS if operations is None else operations), **regions}
     if track is not None:
@@ -43,9 +44,9 @@ def load(
 
 
 class _Boxing(ast.NodeTransformer):
-    """Calls of regions with a list: `y = region_0(a, *x); del x` becomes `Box = [a, *x]; del x; y = region_0(Box)`.
+    """Calls regions with a list: `y = region_0(a, *x); del x` becomes `Box = [a, *x]; del x; y = region_0(Box)`.
 
-    So nothing but the region holds what is deleted behind its call.
+    So only the region holds what is deleted after its call.
     """
 
     def __init__(self, regions: frozenset[str]) -> None:
@@ -82,4 +83,4 @@ class _Boxing(ast.NodeTransformer):
 
 
 _BOX = "Box"
-"""No value of a program is called so: their names are lower case."""
+"""No value of a program has this name: theirs are lower case."""

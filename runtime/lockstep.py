@@ -1,9 +1,8 @@
-"""Lockstep: what every rank runs, numbered, and compared before anything that was mixed is used.
+"""Lockstep: ranks number their runs, and compare them before any result is used.
 
-A rank that runs one program more or less than the others meets their messages with its own: of the same sizes, they
-would be taken for each other's. So the ranks number what they run, and tell each other the number and the kind of each
-run in a small message beside those of the run itself. Nobody waits for it: it is read when the run's own messages have
-arrived, of a training step before gradients are delivered.
+If a rank runs one program more or less than the others, its messages are matched with theirs, unnoticed if the sizes
+agree. So ranks tell each other the number and the kind of each run in a small message of its own. Nobody waits for it:
+it is read once the run's other messages have arrived; in a training step, before gradients are delivered.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from zcompile.runtime.waits import named, ranks_by
 from zcompile.torch_internals.dispatch import outside_modes
 
 NUMBERS = 8
-"""Numbers of a message that say where a rank is."""
+"""Numbers of a message that hold a rank's `Position`."""
 SETTINGS = 2
-"""Those behind, of its optimizers: which they are, and what they are set to."""
+"""Numbers after them about its optimizers: a digest of which they are, and one of their settings."""
 MARKS = 8
 """Numbers of a message that hold marks, and the bits in each."""
 BITS = 62
@@ -37,7 +36,7 @@ MOST = MARKS * BITS
 
 
 class RunKind(IntEnum):
-    """What a rank runs."""
+    """Kinds of runs."""
 
     EVALUATION = 0
     FORWARD = 1
@@ -53,18 +52,18 @@ class RunKind(IntEnum):
 
 _TEXTS = {
     RunKind.EVALUATION: "an evaluation",
-    RunKind.FORWARD: "a forward that trains",
+    RunKind.FORWARD: "a training forward",
     RunKind.BACKWARD: "a backward",
     RunKind.STEP: "a train step",
-    RunKind.MODULE: "a forward of plain Python",
-    RunKind.GRADIENTS: "a backward of plain Python",
-    RunKind.OPTIMIZER: "a step of an optimizer that is new, or has new settings",
+    RunKind.MODULE: "a forward in plain Python",
+    RunKind.GRADIENTS: "a backward in plain Python",
+    RunKind.OPTIMIZER: "a step of an optimizer that is new or has new settings",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What a rank runs, as it tells the others: `number` of the run, and what has been before."""
+    """A rank's run, as reported to the others: its `number`, and what came before it."""
 
     model: int
     number: int
@@ -72,22 +71,22 @@ class Position:
     program: int
     """The first 48 bits of the digest of the program's communications."""
     steps: int
-    """Steps of optimizers so far."""
+    """Optimizer steps so far."""
     idle: int
-    """Those of them that found no gradient, as on a rank that has dropped its own."""
+    """Optimizer steps that found no gradient, as on a rank that has dropped its gradients."""
     keeps: bool = False
-    """Of a backward: True if there are gradients of an earlier one, to which it adds."""
+    """True for a backward that adds to gradients of an earlier one."""
     is_new: bool = False
     """True if the ranks are about to compare the program's communications, line by line."""
 
     def meets(self, other: Position) -> bool:
-        """True for ranks that are at the same run, or are about to say in what its program differs."""
+        """True if both ranks are at the same run, or are about to compare its program line by line."""
         program = self.program if self.is_new and other.is_new else other.program
         return self == replace(other, program=program, is_new=self.is_new)
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Position:
-        """What `numbers` gave."""
+        """The inverse of `numbers`."""
         model, number, kind, program, steps, idle, keeps, is_new = numbers
         return cls(model, number, RunKind(kind), program, steps, idle, bool(keeps), bool(is_new))
 
@@ -97,7 +96,7 @@ class Position:
         of = f" of program {self.program:012x}" if self.program else ""
         adding = " that adds to gradients" if self.keeps else ""
         idle = f", {self.idle} of them without gradients" if self.idle else ""
-        return f"run {self.number}{model}, {self.kind}{of}{adding}, behind {steps}{idle}"
+        return f"run {self.number}{model}, {self.kind}{of}{adding}, after {steps}{idle}"
 
     def numbers(self) -> list[int]:
         flags = [int(self.keeps), int(self.is_new)]
@@ -106,15 +105,15 @@ class Position:
 
 @dataclass
 class RunExchange:
-    """What all ranks have sent each other at the begin of one run, once it has been read."""
+    """What all ranks send each other at the start of a run."""
 
     position: Position
     shared: Shared | None
-    """What they have sent, int64 [ranks, numbers]; None where there are no others."""
+    """Every rank's numbers, int64 [ranks, numbers]; None if this rank is alone."""
     marks: frozenset[int] = frozenset()
-    """Those that any rank has set; known once it was read."""
+    """Marks that any rank has set; known once it was read."""
     variants: frozenset[int] = frozenset()
-    """What the ranks have said of their variant of the program."""
+    """The ranks' variants of the program; known once it was read."""
 
 
 @dataclass
@@ -124,17 +123,18 @@ class Lockstep:
     communicator: Communicator
     model: int
     steps: Callable[[], tuple[int, int]]
-    """How many steps optimizers have taken, and how many of them found no gradient."""
+    """Returns the number of optimizer steps, and how many of them found no gradient."""
     settings: OptimizerSettings
     tensor: Lockstep | None = None
-    """Of the tensor-parallel group: its ranks communicate within every run, also where nothing else is sent."""
+    """That of the tensor-parallel group: its ranks communicate within every run, even if nothing else is sent."""
     number: int = 0
     place: int | None = None
-    """Where along a pipeline axis this rank is: those elsewhere have other parameters, and may have other settings."""
-    _told: dict[int, int] = field(default_factory=dict)
-    """What it has told the others of its optimizers' settings with the last run."""
+    """This rank's index along a pipeline axis: ranks at other indices have other parameters, and may have other
+    settings."""
+    _sent_settings: dict[int, int] = field(default_factory=dict)
+    """Digests of optimizer settings that were sent with the last run."""
     _open: deque[RunExchange] = field(default_factory=deque)
-    """Exchanges that have not been read."""
+    """Exchanges that have not been read yet."""
     _error: AgreementError | None = None
 
     def __post_init__(self) -> None:
@@ -151,14 +151,13 @@ class Lockstep:
         keeps: bool = False,
         is_new: bool = False,
     ) -> RunExchange:
-        """Begin a run of the program with this digest, and tell the others of it.
+        """Begin a run of the program with this digest, and report it to the others.
 
-        Beside it `marks`, numbers below `MOST`, and a `variant`, of 62 bits, in which ranks may differ. `keeps`: it
-        adds to gradients. `is_new`: no program with this digest has run before, and it is compared with the others'
-        next.
+        `marks`, numbers below `MOST`, and a `variant` of 62 bits are sent along; ranks may differ in them. `keeps`: the
+        run adds to gradients. `is_new`: no program with this digest has run before, and ranks compare it next.
 
         Raises:
-            AgreementError: a run before is known to be out of step.
+            AgreementError: an earlier run is known to be out of step.
         """
         self.number += 1
         position = Position(self.model, self.number, kind, int(program[:12], 16), *self.steps(), keeps, is_new)
@@ -166,9 +165,9 @@ class Lockstep:
             return RunExchange(position, None, frozenset(marks), frozenset({variant}))
         self._look()
         self.communicator.waits.run = str(position)
-        assert self.communicator.control is not None, "there are others"
-        self._told = self.settings.digests()
-        settings = [_hashed(self.place or 0, *self._told), _hashed(*self._told.values())]
+        assert self.communicator.control is not None, "a rank that is not alone has one"
+        self._sent_settings = self.settings.digests()
+        settings = [_hashed(self.place or 0, *self._sent_settings), _hashed(*self._sent_settings.values())]
         row = [*position.numbers(), *settings, variant, *_packed(marks)]
         shared = self.communicator.control.share(torch.tensor(row, dtype=torch.int64))
         self._open.append(call := RunExchange(position, shared))
@@ -176,30 +175,30 @@ class Lockstep:
         return call
 
     def enter_step(self, optimizer: Optimizer) -> None:
-        """Begin a step of `optimizer`: with settings that the last run has told of, or that are compared now.
+        """Begin a step of `optimizer`; settings that were not sent with the last run are compared now.
 
-        So hosts wait for each other at its first step, and where settings were changed since that run alone. Along a
-        pipeline axis optimizers step on some ranks only, and train steps tell of their settings.
+        So hosts wait for each other only at its first step, and after its settings have changed. Along a pipeline axis
+        optimizers step on some ranks only, and train steps report their settings.
 
         Raises:
-            AgreementError: on every rank: another one has other settings, or takes no such step.
+            AgreementError: on every rank: another one has other settings, or does not step.
         """
         for lockstep in (self.tensor, self) if self.place is None else ():
-            if lockstep is not None and lockstep._is_news(optimizer):
+            if lockstep is not None and lockstep._is_unreported(optimizer):
                 lockstep.enter(RunKind.OPTIMIZER, "0")
                 self.check()
 
-    def _is_news(self, optimizer: Optimizer) -> bool:
+    def _is_unreported(self, optimizer: Optimizer) -> bool:
         if self.alone:
             return False
         number = self.settings.know(optimizer)
-        return self.settings.digests()[number] != self._told.get(number)
+        return self.settings.digests()[number] != self._sent_settings.get(number)
 
     def check(self) -> None:
         """Return once all ranks are known to have made the same runs.
 
         Raises:
-            AgreementError: they have not: on every rank.
+            AgreementError: on every rank: they have not.
         """
         self._look()
         while self._open:
@@ -208,10 +207,10 @@ class Lockstep:
             self._check(self.tensor)
 
     def enter_tensor_parallel(self, kind: RunKind) -> None:
-        """Begin a run in which tensor-parallel ranks communicate. Their programs differ where their parts do.
+        """Begin a run in which tensor-parallel ranks communicate. Their programs may differ.
 
-        On gloo it waits for them, as the run's first collective would: torch's own have no tags, and end the process
-        where sizes differ. On CUDA the host does not wait; it is read with the runs of this mesh.
+        On gloo it waits for them, as the run's first collective would: torch's own have no tags, and abort the process
+        if sizes differ. On CUDA the host does not wait; it is read with the runs of this mesh.
 
         Raises:
             AgreementError: they are out of step.
@@ -222,7 +221,7 @@ class Lockstep:
                 self._check(self.tensor)
 
     def _check(self, other: Lockstep) -> None:
-        """Check the runs of the other mesh; the ranks of this one, which would wait, are told of its error."""
+        """Check the runs of the other mesh; report its error to the ranks of this one, which would wait."""
         try:
             other.check()
         except AgreementError as error:
@@ -238,10 +237,10 @@ class Lockstep:
 
     def _read(self, call: RunExchange) -> None:
         assert call.shared is not None, "a rank that is alone has nothing to read"
-        with outside_modes():  # a rank that waits for others while it compiles reads on
+        with outside_modes():  # also called while a rank compiles, under modes of its tracing
             rows = call.shared.read().tolist()
         said = [Position.of(row[:NUMBERS]) for row in rows]
-        if unlike := self._set_otherwise([row[NUMBERS : NUMBERS + SETTINGS] for row in rows]):
+        if unlike := self._differently_set([row[NUMBERS : NUMBERS + SETTINGS] for row in rows]):
             self._refuse(self._other_settings(call.position.number, unlike))
         if any(not position.meets(call.position) for position in said):
             self._refuse(_out_of_step(dict(zip(self.communicator.waits.ranks, said, strict=True))))
@@ -253,10 +252,10 @@ class Lockstep:
         self.communicator.waits.refuse(error)
         raise error
 
-    def _set_otherwise(self, said: Sequence[Sequence[int]]) -> list[int]:
-        """The first ranks that have optimizers in common, and not their settings, given both of each rank.
+    def _differently_set(self, said: Sequence[Sequence[int]]) -> list[int]:
+        """The first ranks with the same optimizers but different settings, given both of each rank.
 
-        One that is dropped is forgotten where the garbage collector has been; until then these ranks have other ones.
+        A dropped optimizer counts until it is garbage-collected; until then its rank has other optimizers.
         """
         for which in dict.fromkeys(which for which, _ in said):
             ranks = [rank for rank, (one, _) in zip(self.communicator.waits.ranks, said, strict=True) if one == which]
@@ -265,13 +264,13 @@ class Lockstep:
         return []
 
     def _other_settings(self, run: int, ranks: Sequence[int]) -> AgreementError:
-        """The error for ranks whose optimizers are set otherwise; every rank comes here, and says what it has."""
+        """The error for ranks whose optimizer settings differ; every rank calls this and reports its own."""
         self._open.clear()  # nothing more is read: the ranks are at this run together
         texts = self.communicator.waits.exchange(f"settings of run {run}", "\n".join(self.settings.lines()))
         subject, problem = difference({rank: texts[rank].split("\n") for rank in ranks if rank in texts})
         fix = (
-            "set optimizers alike on every rank: give a scheduler that follows the loss, as ReduceLROnPlateau, the mean"
-            " of all ranks' losses"
+            "set optimizers alike on every rank: give a scheduler that follows the loss, such as ReduceLROnPlateau, the"
+            " mean of all ranks' losses"
         )
         return AgreementError(subject, problem, fix)
 
@@ -293,11 +292,11 @@ def _unpacked(words: Sequence[int]) -> set[int]:
 
 
 def _out_of_step(said: dict[int, Position]) -> AgreementError:
-    """The error for ranks of which some are elsewhere: those that are fewer are named first."""
+    """The error for ranks that are at different runs; the smallest group is named first."""
     parts = sorted(ranks_by(said).items(), key=lambda item: (len(item[1]), item[1]))
     problem = "; ".join(f"{named(ranks)}: {position}" for position, ranks in parts)
     fix = (
-        "let every rank call the model, its backward and the optimizer equally often and in the same order: evaluate on"
-        " all ranks or on none, and give each as many batches. No gradient of this run was delivered"
+        "call the model, its backward and the optimizer equally often and in the same order on every rank: evaluate on"
+        " all ranks or on none, and give each the same number of batches. No gradient of this run was delivered"
     )
     return AgreementError("the ranks are out of step", problem, fix)

@@ -1,13 +1,13 @@
-"""Averages and shards that travel in fewer bits, as in ZeRO++ (Wang et al. 2023, sections 3.3 and 3.1).
+"""Averages and shards that are sent in fewer bits, as in ZeRO++ (Wang et al. 2023, sections 3.3 and 3.1).
 
-    bfloat16    rounded: each element is off by 2^-8 of itself at most
-    int8        in blocks of 256 elements: each is off by 1/254 of the largest of its block at most
+    bfloat16    rounded: a relative error of at most 2^-8
+    int8        in blocks of 256 elements: an error of at most 1/254 of the block's largest element
 
-What averages arrive is summed in the dtype of the average, and every rank sums the same: what itself has sent, too, as
-the others got it. Beyond two ranks averages travel so once more. Where a number is not finite, its block is not, so
-that an overflow is still seen.
+Averages are summed in their own dtype, from the same decoded values on every rank, including those it has sent itself.
+With more than two ranks, averages are encoded once more. A block with a value that is not finite decodes to such values
+only, so that an overflow is still detected.
 
-Of shards each parameter has blocks of its own: numbers do not depend on what travels in one message.
+Blocks of shards do not span parameters: values do not depend on how parameters are grouped into messages.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def encode(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
     rows, numel = values.shape
     blocks = values.to(torch.float32).view(rows, numel // BLOCK, BLOCK)
     scales = blocks.abs().amax(dim=-1, keepdim=True) / torch.iinfo(wire).max
-    # Of a block of zeros nothing is divided by zero; one that is not finite is so by its scale.
+    # A block of zeros is not divided by zero; one that is not finite is decoded as such by its scale.
     quantised = (blocks / scales.where(scales > 0, 1.0)).nan_to_num_().round_().to(wire)
     whole = quantised.view(rows, numel).view(torch.uint8), scales.view(rows, -1).contiguous().view(torch.uint8)
     return torch.cat(whole, dim=1)
 
 
 def decode(sent: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
-    """What `encode` gave, in `dtype`, [rows, numel]."""
+    """Decode the result of `encode` to `dtype`, [rows, numel]."""
     if wire is torch.bfloat16:
         return sent.view(wire).to(dtype)
     rows = len(sent)
@@ -45,7 +45,7 @@ def decode(sent: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> torch.T
 
 
 def parts_of(flat: torch.Tensor, ranks: int) -> torch.Tensor:
-    """1-D `flat` in the parts that ranks average, [ranks, numel], padded with zeros; of two ranks all, [1, numel]."""
+    """Split 1-D `flat` into the parts that ranks average, [ranks, numel], zero-padded; for two ranks [1, numel]."""
     rows = 1 if ranks == 2 else ranks
     numel = part_numel(flat.numel(), ranks)
     padded = flat.new_zeros(rows * numel)
@@ -63,7 +63,7 @@ def padded_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def encode_shards(flat: torch.Tensor, numels: Sequence[int], wire: torch.dtype) -> torch.Tensor:
-    """Shards of `numels` elements, end to end in `flat`, 1-D, as bytes, 1-D uint8."""
+    """Encode shards of `numels` elements, end to end in 1-D `flat`, as bytes, 1-D uint8."""
     rows = flat[None]
     if wire is torch.int8:
         rows = torch.cat([padded_rows(shard) for shard in rows.split(list(numels), dim=1)], dim=1)
@@ -71,7 +71,7 @@ def encode_shards(flat: torch.Tensor, numels: Sequence[int], wire: torch.dtype) 
 
 
 def decode_shards(sent: torch.Tensor, numels: Sequence[int], wire: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
-    """What `encode_shards` gave on each rank, [ranks, bytes], in `dtype`: shards end to end, [ranks, elements]."""
+    """Decode every rank's `encode_shards`, uint8 [ranks, bytes], to `dtype`, [ranks, elements], shards end to end."""
     rows = decode(sent, wire, dtype)
     if wire is torch.int8:
         padded = rows.split([padded_to_blocks(numel) for numel in numels], dim=1)
@@ -81,12 +81,12 @@ def decode_shards(sent: torch.Tensor, numels: Sequence[int], wire: torch.dtype, 
 
 
 def as_sent(flat: torch.Tensor, numels: Sequence[int], wire: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
-    """Shards as all ranks have them in `dtype`, once they have been sent; 1-D, like `flat`."""
+    """Shards as all ranks decode them once they are sent, in `dtype`; 1-D, like `flat`."""
     return decode_shards(encode_shards(flat, numels, wire)[None], numels, wire, dtype)[0]
 
 
 def mean_of(sent: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
-    """The average of what ranks have sent of one part, summed in their order, [numel]."""
+    """The average of all ranks' encodings of one part, `sent`, summed in rank order, [numel]."""
     rows = decode(sent, wire, dtype)
     total = rows[0].clone()
     for row in rows[1:]:

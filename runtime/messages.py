@@ -1,7 +1,7 @@
-"""Messages: how parameters and gradients lie in what is sent, and how they are brought into it and out of it.
+"""Messages: their layout, and how parameters and gradients are packed and unpacked.
 
-For each rank the padded shards of all parameters of the message, end to end: [size, total], flat. A single parameter
-needs no copy, where it divides evenly and is not cast. What one rank owns lies in its messages whole, end to end.
+A message holds, for each rank, the padded shards of all its parameters end to end: [size, total], flat. A single
+parameter that divides evenly and is not cast needs no copy. Parameters that one rank owns are sent whole, end to end.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def sent_in_place(
     *,
     always: bool,
 ) -> list[torch.Tensor]:
-    """What is sent, from its place among what arrives where it is cast first, or is all that arrives, or `always`.
+    """What to send: this rank's slot in `arrived` if the message is cast, has an owner, or `always`; else the shard.
 
-    `owners`: the rank that sends all of a message; None where each rank sends its part.
+    `owners`: the rank that sends a whole message; None where each rank sends its part.
     """
-    own = [_place(full, owner, communicator) for full, owner in zip(arrived, owners, strict=True)]
+    own = [_slot(full, owner, communicator) for full, owner in zip(arrived, owners, strict=True)]
     copied = [
         always or owner is not None or shard.dtype is not full.dtype
         for shard, full, owner in zip(sent, arrived, owners, strict=True)
@@ -39,7 +39,7 @@ def sent_in_place(
     return [place if copies else shard for place, shard, copies in zip(own, sent, copied, strict=True)]
 
 
-def _place(full: torch.Tensor, owner: int | None, communicator: AxisCommunicator) -> torch.Tensor:
+def _slot(full: torch.Tensor, owner: int | None, communicator: AxisCommunicator) -> torch.Tensor:
     """The part of a message that this rank sends."""
     if owner is None:
         return full.view(communicator.size, -1)[communicator.rank]
@@ -49,9 +49,9 @@ def _place(full: torch.Tensor, owner: int | None, communicator: AxisCommunicator
 def piece_inside(
     param: Param, grad: torch.Tensor, dtype: torch.dtype, size: int, start: int, stop: int, *, packed: bool
 ) -> torch.Tensor:
-    """Elements [start, stop) of what each of `size` ranks gets inside of a gradient, [size, stop - start].
+    """Elements [start, stop) of the part of a gradient that each of `size` inner ranks gets, [size, stop - start].
 
-    That is a padded shard, or, end to end, those of the ranks at its place outside: of every `size`-th rank.
+    That part is a padded shard or, end to end, those of a rank's outer group: of every `size`-th rank.
     """
     each, found = param.shard_numel, []
     for first in range(start // each, -(-stop // each)):
@@ -72,7 +72,7 @@ def piece_of(
     rows = torch.empty(len(ranks), end - begin, *param.shape[1:], dtype=dtype, device=grad.device)
     mine = grad[ranks.start * param.rows : ranks.stop * param.rows]
     whole = len(mine) // param.rows
-    if whole:  # the ranks that have as many rows as the first: by one kernel, however many they are
+    if whole:  # the ranks that have as many rows as the first: one kernel for all of them
         rows[:whole].copy_(mine[: whole * param.rows].unflatten(0, (whole, param.rows))[:, begin:end])
     if whole < len(ranks):
         rest = mine[whole * param.rows :][begin:end]
@@ -83,13 +83,13 @@ def piece_of(
 
 
 def flattened(grad: torch.Tensor | None) -> torch.Tensor:
-    """A gradient, 1-D: itself, unless it is a number that was expanded. Nothing can be sent of that, or added to it."""
+    """A gradient as contiguous 1-D: a view, except of an expanded scalar, which can be neither sent nor added to."""
     assert grad is not None, "messages hold parameters with gradients only"
     return grad.reshape(-1).contiguous()
 
 
 def joined(grads: Sequence[torch.Tensor | None], dtype: torch.dtype | None) -> torch.Tensor:
-    """Gradients end to end, 1-D; a single contiguous one of the right dtype as it is."""
+    """Gradients end to end, 1-D; a view of a single contiguous one of the right dtype."""
     flat = [flattened(grad).to(dtype or grad.dtype) for grad in grads if grad is not None]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
@@ -103,7 +103,7 @@ def pack(
 ) -> torch.Tensor:
     """Gradients as reduce_scatter sends them: for each rank the padded shards of all parameters, [size, total] flat.
 
-    A single gradient that divides evenly and needs no cast is sent as it is, unless it is a number that was expanded.
+    A single gradient that divides evenly and needs no cast is sent as it is, unless it is an expanded scalar.
     """
     given = [grad for grad in grads if grad is not None]
     first = given[0]
@@ -125,11 +125,11 @@ _PACKED_AT_ONCE = {
     *((dtype, dtype) for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)),
     (torch.bfloat16, torch.float32),
 }
-"""From which dtype to which CUDA's `_chunk_cat` packs; it casts in no other way."""
+"""The (from, to) dtypes that CUDA's `_chunk_cat` packs; it supports no other casts."""
 
 
 def _copy_rows(target: torch.Tensor, flat: torch.Tensor) -> None:
-    """Fill `target`, [size, width], row by row from `flat`, and with zeros behind its end."""
+    """Fill `target`, [size, width], row by row from `flat`, and the rest with zeros."""
     width = target.shape[1]
     whole = flat.numel() // width if width else 0
     target[:whole].copy_(flat[: whole * width].view(whole, width))
@@ -139,7 +139,7 @@ def _copy_rows(target: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def unpack(arrived: torch.Tensor, params: Sequence[Param], places: Places | None) -> list[torch.Tensor]:
-    """Full parameters out of a gathered message: one is a view of it, several are copied apart."""
+    """Full parameters of a gathered message: a single one is a view of it, several are copied out."""
     if len(params) == 1:
         return [arrived[: params[0].numel].view(params[0].shape)]
     if params[0].owner is not None:

@@ -1,7 +1,7 @@
-"""Offloaded activations: where they wait for the backward if the device has no memory for them.
+"""Offloaded activations: kept outside of the device's memory until the backward.
 
-What stands for an activation meanwhile is a tensor of one number, that of its slot: autograd saves it like any other.
-When it is gone without having been fetched, the graph was dropped, and the slot is free again.
+Meanwhile a token, a tensor with the number of its slot, stands for an activation: autograd saves it like any other. If
+it is freed without having been fetched, the graph was dropped, and the slot is free again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zcompile.torch_internals.autograd import keeps_graph
 
 @dataclass(frozen=True)
 class Arrival:
-    """An activation on its way back."""
+    """An activation that is being fetched."""
 
     land: Callable[[], torch.Tensor]
 
@@ -30,7 +30,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What is kept of one activation: its `handle` in the storage, for a tensor laid out like this."""
+    """An offloaded activation: its `handle` in the storage, and its layout."""
 
     handle: Any
     shape: torch.Size
@@ -39,26 +39,26 @@ class _Kept:
 
 
 class ActivationStorage(ABC):
-    """Keeps flat tensors elsewhere."""
+    """Stores flat tensors outside of the device's memory."""
 
     @abstractmethod
     def put(self, flat: torch.Tensor) -> Any:
-        """Start moving a 1-D tensor away; gives what finds it again."""
+        """Start moving a 1-D tensor away; returns its handle."""
 
     @abstractmethod
     def get(self, handle: Any, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
-        """Start bringing it back; what is returned waits for it. `last`: nobody will ask again."""
+        """Start bringing it back; the returned function waits for it. `last`: it is not fetched again."""
 
     @abstractmethod
     def drop(self, handle: Any) -> None:
-        """Nobody will ask for it."""
+        """Free a tensor that will not be fetched."""
 
-    def sweep(self) -> None:  # noqa: B027  (only some have anything to let go of)
-        """Let go of what was brought back for nobody: the backward that asked for it has failed."""
+    def sweep(self) -> None:  # noqa: B027  (only some have anything to free)
+        """Free what was brought back for a backward that has failed."""
 
 
 class OffloadedActivations:
-    """Slots for activations of one model, which `storage` keeps."""
+    """Slots for activations of one model, kept in `storage`."""
 
     def __init__(self, storage: ActivationStorage) -> None:
         self.storage = storage
@@ -67,10 +67,10 @@ class OffloadedActivations:
         self._number = 0
 
     def offload(self, value: torch.Tensor) -> torch.Tensor:
-        """Start moving `value` away; gives what stands for it.
+        """Start moving `value` away; returns its token.
 
         Raises:
-            StateError: there is no room for it, or what was moved before has not arrived.
+            StateError: there is no room for it, or an earlier one has failed to arrive.
         """
         self.sweep()
         last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
@@ -82,14 +82,14 @@ class OffloadedActivations:
         return token
 
     def fetch(self, token: torch.Tensor) -> Arrival:
-        """Start bringing back what `token` stands for. Its slot is free then, unless another backward is to come.
+        """Start bringing back the activation of `token`; frees its slot, unless another backward may follow.
 
         Raises:
-            StateError: it has been brought back before, or its slot was given up.
+            StateError: it was fetched before, or its slot was freed.
         """
         number = int(token)
         if number not in self._slots:
-            problem = "stands for an activation that is gone: hooks on saved tensors copy, or a backward failed before"
+            problem = "stands for an activation that is gone: a saved-tensor hook copied it, or a backward failed"
             raise StateError(
                 "offload_activations", problem, "leave it out, or torch.autograd.graph.saved_tensors_hooks"
             )
@@ -100,7 +100,7 @@ class OffloadedActivations:
         return Arrival(lambda: arrive().as_strided(kept.shape, kept.stride))
 
     def sweep(self) -> None:
-        """Give up what stands for nothing any more: its graph was dropped."""
+        """Free the slots of tokens that are gone: their graphs were dropped."""
         for number in [number for number, token in self._tokens.items() if token.expired()]:
             self.storage.drop(self._slots[number].handle)
             self._forget(number)

@@ -1,7 +1,7 @@
-"""Settings of optimizers: what stands in their groups, and which parameters; ranks must have it alike.
+"""Optimizer settings: the hyperparameters and parameters of each group, which must be the same on all ranks.
 
 Each rank steps its own rows. A learning rate that one rank changes alone, as `ReduceLROnPlateau` does by a rank's own
-loss, would train half of each matrix at another rate. So a digest of all settings travels with every run.
+loss, would train some rows of each matrix at another rate. So a digest of all settings is sent with every run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from zcompile.runtime.device import is_host
 from zcompile.runtime.waits import named, ranks_by
 
 FEW = 16
-"""Elements of a tensor that is a setting."""
+"""The most elements of a tensor that counts as a setting."""
 
 
 @dataclass
 class _Group:
-    """A group of an optimizer as it was read last."""
+    """A parameter group of an optimizer, as it was last read."""
 
     held: list[Any] = field(default_factory=list)
     """Its values, which are compared by identity."""
@@ -36,10 +36,10 @@ class _Group:
     parameters: list[Any] = field(default_factory=list)
     settings: bytes = b""
     names: bytes = b""
-    """Digests."""
+    """Digests, of parameter names and, above, of settings."""
 
     def read(self, group: Mapping[str, Any], names: Callable[[], Mapping[int, str]]) -> None:
-        """Take over what has changed; nothing is done for each parameter where none has."""
+        """Update the digests of what has changed, by identity."""
         held, parameters = [*group.values()], group["params"]
         if self.is_mutable or not _same(held, self.held):
             self.held, self.settings = held, _digest(_settings(group))
@@ -58,10 +58,10 @@ class _Known:
 
 
 class OptimizerSettings:
-    """What the optimizers of a model are set to on this rank.
+    """The settings of a model's optimizers on this rank.
 
     Args:
-        names: Gives the names of the model's parameters by their identity.
+        names: Returns the names of the model's parameters by their id.
     """
 
     def __init__(self, names: Callable[[], Mapping[int, str]]) -> None:
@@ -69,7 +69,7 @@ class OptimizerSettings:
         self._known: list[_Known] = []
 
     def know(self, optimizer: Optimizer) -> int:
-        """The number of an optimizer, which is told of from now on; all ranks come to know them in the same order."""
+        """Register an optimizer and return its number, which follows the order of calls: the same on all ranks."""
         for known in self._known:
             if known.optimizer() is optimizer:
                 return known.number
@@ -78,7 +78,7 @@ class OptimizerSettings:
         return self._count - 1
 
     def digests(self) -> dict[int, int]:
-        """A number for what each is set to now, by the optimizer's number."""
+        """A digest of each optimizer's current settings, by the optimizer's number."""
         return {known.number: self._digest(known, optimizer.param_groups) for known, optimizer in self._alive()}
 
     def _alive(self) -> list[tuple[_Known, Optimizer]]:
@@ -95,7 +95,7 @@ class OptimizerSettings:
         return int.from_bytes(hashlib.blake2b(found, digest_size=8).digest()) >> 2
 
     def lines(self) -> list[str]:
-        """All of it as text: a line for each setting and parameter."""
+        """All settings as text: a line for each setting and parameter."""
         alive, lines = self._alive(), list[str]()
         for known, optimizer in alive:
             kind = f"{type(optimizer).__name__}{f' {known.number}' if len(alive) > 1 else ''}"
@@ -106,13 +106,13 @@ class OptimizerSettings:
 
 
 def difference(texts: Mapping[int, Sequence[str]]) -> tuple[str, str]:
-    """What ranks have otherwise, given their `lines`: the first such setting, and its values by rank."""
+    """The first setting that differs between ranks, given their `lines`, and its values by rank."""
     found = {rank: dict(line.split(" = ", 1) for line in lines if line) for rank, lines in sorted(texts.items())}
     for subject in dict.fromkeys(itertools.chain.from_iterable(found.values())):
         ranks = ranks_by({rank: values.get(subject, "nothing") for rank, values in found.items()})
         if len(ranks) > 1:
             return subject, "is " + ", and ".join(f"{value} on {named(of)}" for value, of in ranks.items())
-    return "the settings of optimizers", f"are not the same on {named(list(found))}"
+    return "optimizer settings", f"are not the same on {named(list(found))}"
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -120,7 +120,7 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 _MUTABLE = (torch.Tensor, list, dict)
-"""Settings that may change and stay the same object."""
+"""Settings that may be changed in place."""
 
 
 def _digest(lines: Iterator[str]) -> bytes:
@@ -132,15 +132,15 @@ def _settings(group: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _members(group: Mapping[str, Any], names: Mapping[int, str]) -> Iterator[str]:
-    """The parameters that are the model's."""
+    """The model's parameters in a group."""
     held = (names[id(parameter)] for parameter in group["params"] if id(parameter) in names)
     return (f"parameter {place} = {name}" for place, name in enumerate(held))
 
 
 def _text(value: Any) -> str:
-    """A setting as all ranks spell it that have the same; of what is no setting, its kind.
+    """A setting as text, equal on ranks with the same setting; for values that are no settings, their type.
 
-    A tensor on a GPU is not read: the host would wait for what the device has to do before.
+    A tensor on a GPU is not read: the host would wait for all work queued there.
     """
     if isinstance(value, bool | str | torch.dtype | type(None)):
         return repr(value)

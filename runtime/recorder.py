@@ -1,7 +1,7 @@
-"""The recorder: when each line of a program, each message and each step of an optimizer began and ended.
+"""The recorder: when each line of a program, each message and each optimizer step began and ended.
 
-It is always on, so all that happens while a step runs is that moments are appended to arrays, two for a line. What they
-mean is worked out when somebody reads them (`zcompile.cost.timeline`). Moments are seconds of `time.perf_counter`.
+It is always on, so a running step only appends times to arrays, two for each line. They are interpreted when they are
+read (`zcompile.cost.timeline`). Times are seconds of `time.perf_counter`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from zcompile.runtime.device import event_here
 from zcompile.torch_internals.autograd import profiler_runs
 
 KEPT = 4
-"""How many steps are kept once they have ended."""
+"""Number of finished steps that are kept."""
 MOST_RUNS = 512
-"""A step in which programs run more often than this is cut: memory is bounded, whatever the training loop does."""
+"""A step with more program runs than this is cut, to bound memory whatever the training loop does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +34,16 @@ class Line:
     operation: str
     """The name of the function that it calls."""
     name: str
-    """Of the value that it gives, or of the region."""
+    """The name of its result, or of the region."""
     unit: str
     is_region: bool = False
     node: str = ""
-    """The node of the program that it is a line of."""
+    """The program's node for the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point in time on the host and, while the device is recorded too, in the current stream."""
+    """A point in time on the host and, if the device is recorded, on the current stream."""
 
     host: float
     device: torch.Event | None = None
@@ -51,7 +51,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something with a beginning and an end that is no line of a program."""
+    """An interval that is not a line of a program."""
 
     name: str
     start: Moment
@@ -60,7 +60,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A program that has run: its lines, and when each of them began and ended."""
+    """A finished run of a program: its lines, and when each of them began and ended."""
 
     phase: str
     program: str
@@ -68,9 +68,9 @@ class RecordedRun:
     start: Moment
     end: Moment
     stamps: array[float]
-    """Beginning and end of each line, in order."""
+    """Start and end of each line, in order."""
     events: Sequence[torch.Event]
-    """The same in the stream; empty unless the device is recorded."""
+    """The same on the stream; empty unless the device is recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +83,15 @@ class RecordedMessage:
     """Bytes that this rank sent."""
     launched: float
     ended: float | None
-    """None where the host cannot tell, as on CUDA."""
+    """None if the host cannot tell, as on CUDA."""
     waited: Span
     group: str = ""
-    """The axis that it went over, if that is not the one that shards."""
+    """The axis of its group, if that is not the one that shards."""
 
 
 @dataclass
 class StepRecord:
-    """What one step has left."""
+    """The record of one step."""
 
     number: int
     version: int
@@ -107,22 +107,22 @@ class StepRecord:
     messages: list[RecordedMessage] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     end: Moment | None = None
-    """None while it goes on."""
+    """None while the step is running."""
 
 
 class Recorder:
-    """What one model's steps leave, the last few of them.
+    """Records the last few steps of one model.
 
-    A step begins with the first call of the model after its parameters have changed, and lasts until the next one does:
-    so it holds all micro-batches of an accumulation, the optimizer, and what the training loop does besides. A call
-    without gradients that comes between two such steps is a step of its own.
+    A step begins with the first call of the model after its parameters have changed, and lasts until the next step
+    begins: it includes all micro-batches of an accumulation, the optimizer, and the rest of the training loop. A call
+    without gradients between two such steps is a step of its own.
     """
 
     def __init__(self) -> None:
         self.enabled = True
-        """False: programs that are loaded from then on leave nothing."""
+        """If False, programs that are loaded from then on are not recorded."""
         self.device: torch.device | None = None
-        """From the next step on, events are recorded in the current stream of this device beside the host's clock."""
+        """From the next step on, events are also recorded on the current stream of this device."""
         self.steps: deque[StepRecord] = deque(maxlen=KEPT)
         self._device: torch.device | None = None
         self._step = StepRecord(0, 0, self.now())
@@ -130,14 +130,14 @@ class Recorder:
         self._optimizer: Moment | None = None
 
     def now(self) -> Moment:
-        """This moment. Nothing is waited for: an event is recorded when the stream comes to it."""
+        """The current time. Does not wait: an event is recorded when the stream reaches it."""
         return Moment(perf_counter(), self.event())
 
     def event(self) -> torch.Event | None:
-        """An event in the current stream, while the device is recorded.
+        """An event on the current stream, while the device is recorded.
 
-        It orders nothing: no stream waits for it, and it is not looked at before somebody reads the step. In a stream
-        that is captured into a CUDA graph an event would become a part of the graph, so there is none.
+        It orders nothing: no stream waits for it, and it is queried only when the step is read. None while the stream
+        is captured into a CUDA graph, which the event would become a part of.
         """
         return None if self._device is None else event_here(self._device, timed=True)
 
@@ -162,14 +162,14 @@ class Recorder:
         self._step.captures = True
 
     def ended(self, version: int) -> list[StepRecord]:
-        """Steps that have ended, oldest first, the one that goes on included if nothing of it is to come."""
+        """Finished steps, oldest first, including the current one if nothing of it is still to come."""
         step = self._step
         whole = step.runs and (version != step.version or not step.trains)
         return [*self.steps, step][-KEPT:] if whole else list(self.steps)
 
     def _begin_step(self, version: int) -> None:
         now, last = self.now(), self._step
-        if self._optimizer is not None:  # its step calls the model, by a closure
+        if self._optimizer is not None:  # it calls the model in a closure
             last.spans.append(Span("optimizer", self._optimizer, now))
             self._optimizer = now
         if last.runs:
@@ -187,44 +187,44 @@ class Recorder:
         self._optimizer = start
 
     def end_optimizer(self) -> None:
-        """It has ended its step."""
+        """The optimizer has ended its step."""
         if self._optimizer is not None:
             self._step.spans.append(Span("optimizer", self._optimizer, self.now()))
         self._optimizer = None
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Note the beginning and the end of something that is no line of a program."""
+        """Record an interval that is not a line of a program."""
         start = self.now()
         yield
         self._step.spans.append(Span(name, start, self.now()))
 
     def land(self, work: AsyncWork, operation: str, unit: str, sent: int, group: str = "") -> None:
-        """Wait for a message of which this rank has `sent` so many bytes, and note it; `group`: as noted."""
+        """Wait for a message and record it. `sent`: bytes sent by this rank; `group`: see `RecordedMessage`."""
         start = self.now()
         work.wait()
         waited = Span("wait", start, self.now())
         self._step.messages.append(RecordedMessage(operation, unit, sent, work.started, work.ended, waited, group))
 
     def add_run(self, run: RecordedRun) -> None:
-        """Note a program that has run."""
+        """Record a finished run of a program."""
         if len(self._step.runs) >= MOST_RUNS:
             self._begin_step(self._step.version)
         self._step.runs.append(run)
 
 
 class Track:
-    """What one loaded program leaves while it runs."""
+    """Records the lines of one loaded program while it runs."""
 
     def __init__(self, recorder: Recorder, phase: str, program: str, lines: Sequence[Line]) -> None:
         self.recorder, self.phase, self.program, self.lines = recorder, phase, program, lines
         self._stamps: array[float] = array("d")
         self._events: list[torch.Event] = []
         self._is_shown = False
-        """True while the device is recorded, or a profiler of torch's runs, to which lines are told by name."""
+        """True while the device is recorded, or torch's profiler runs, in which each line is a range."""
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` as a program is to call it. This runs for every line: it costs a third of a microsecond."""
+        """Wrap `function` for a program to call. The wrapper runs for every line and costs a third of a microsecond."""
         stamp, now = self._stamps.extend, perf_counter
 
         def line(*args: Any, **kwargs: Any) -> Any:
@@ -248,7 +248,7 @@ class Track:
         return result
 
     def run(self, function: Callable[[list[Any]], Any], box: list[Any]) -> Any:
-        """Call the loaded program, whose lines are timed; one that raises leaves nothing."""
+        """Call the loaded program and record its lines; a run that raises is not recorded."""
         del self._stamps[:]
         self._events = []
         self._is_shown = self.recorder._device is not None or profiler_runs()
@@ -262,5 +262,5 @@ class Track:
 
 
 def _range(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A range of that name in the profile of torch's profiler, while one runs."""
+    """A range of that name in torch's profile, while its profiler runs."""
     return record_function(name) if profiler_runs() else contextlib.nullcontext()

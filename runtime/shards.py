@@ -2,8 +2,8 @@
 
     full [10, 4], world 3      rank 0: rows 0..3   rank 1: rows 4..7   rank 2: rows 8, 9 and two rows of padding
 
-A padded shard is contiguous in the buffer, so a gather sends it as it lies; the padding of all ranks together is the
-tail of the gathered parameter, so that the full parameter is a contiguous view of what arrived.
+A padded shard is contiguous in the buffer, so a gather sends it without a copy. The padding of all ranks is the tail of
+the gathered parameter, so the full parameter is a contiguous view of what arrived.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Full:
         self.unit = unit
         self.tensors = tensors
         self.arrived = arrived or {}
-        """The memory, padded and 1-D, of parameters that were gathered straight into it, by their place in the unit."""
+        """The padded 1-D buffers of parameters that were gathered directly into them, by index in the unit."""
         self.is_stale = False
-        """True for a kept copy that the shards have outgrown: only its memory is of use, for the next gather."""
+        """True for an outdated kept copy: only its memory is used, for the next gather."""
         self.writes = 0
-        """Of a kept copy: what `UnitShards.writes` said when it was gathered."""
+        """Of a kept copy: `UnitShards.writes()` when it was gathered."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         tensor = self.tensors[index]
@@ -62,16 +62,16 @@ class Full:
 
 @dataclass
 class Secondary:
-    """What a rank has of a unit inside: the primary shards of the ranks at its place outside, itself included."""
+    """A rank's secondary shards of a unit: the primary shards of all ranks of its outer group, itself included."""
 
     memory: torch.Tensor
     """All of it, uint8 [n]: see `zcompile.ir.layout`."""
     messages: list[tuple[Message, torch.Tensor]]
-    """What is there of each message, 1-D."""
+    """Each message, and its part of `memory`, 1-D."""
     writes: int = 0
-    """What `UnitShards.writes` said when it was gathered."""
+    """`UnitShards.writes()` when it was gathered."""
     stream: int = 0
-    """The stream that its memory was allocated on, to which the allocator gives it again."""
+    """The stream on which its memory was allocated, to which the allocator returns it."""
 
 
 @dataclass
@@ -79,17 +79,18 @@ class HeldGradient:
     """This rank's own gradient of a parameter, held back by `no_sync` until a later backward reduces it."""
 
     total: torch.Tensor
-    """Full, in the parameter's dtype. Its average over the ranks is the gradient, what was averaged before included."""
+    """Full, in the parameter's dtype. Its average over the ranks is the gradient, including what was averaged
+    before."""
     shown: torch.Tensor
-    """What stands in `.grad` meanwhile; once it does not, the user has dropped the gradient."""
+    """The object in `.grad` meanwhile; if that is another one, the user has dropped the gradient."""
     taken: int | None = None
-    """The number of the backward whose reduction adds it; of no account once that has failed."""
+    """The number of the backward whose reduction adds it; ignored once that has failed."""
 
 
 class UnitShards:
-    """What this rank keeps of one unit: parameters to train, and the memory that gathers send from.
+    """This rank's shards of one unit: the parameters to train, and the memory that gathers send from.
 
-    `memory`: what that is; by default the device's.
+    `memory`: what allocates it; by default the device's.
     """
 
     def __init__(self, unit: Unit, communicator: Communicator, memory: ShardMemory | None = None) -> None:
@@ -100,26 +101,26 @@ class UnitShards:
         self.buffers = {dtype: self.memory.zeros(unit.name, size, dtype) for dtype, size in sizes.items()}
         self.parameters: dict[str, nn.Parameter] = {}
         self._runs: dict[tuple[str, ...], slice | None] = {}
-        """Where parameters lie that travel together; None where they are no neighbours."""
+        """The slice of the buffer for parameters that are sent together; None if they are not adjacent."""
         self.adopted: dict[str, int] = {}
-        """Versions of parameters when they came."""
+        """Version counters of parameters when they were adopted."""
         self._placings: dict[str, Placing] = {}
-        """Of parameters that are DTensors."""
+        """Placements of parameters that are DTensors."""
         self.kept: dict[tuple[str, ...], Full] = {}
-        """Full copies that stages 1 and 2 keep between programs, by the parameters that they hold; also stale ones."""
+        """Full copies that stages 1 and 2 keep between programs, by the parameters that they hold; some may be
+        stale."""
         self.secondary: dict[tuple[str, ...], Secondary] = {}
         """Secondary shards that are kept until parameters change, by the parameters that they are of."""
         self.ahead: dict[tuple[str, ...], Any] = {}
-        """Gathers (`executor.Gather`) on their way for the next step, by the parameters that they bring."""
+        """Gathers (`executor.Gather`) in flight for the next step, by the parameters that they gather."""
         self.user_params: dict[str, nn.Parameter] = {}
-        """Under `torch.compile`: what the user's module holds in place of a shard. It has the same `.grad`."""
+        """Under `torch.compile`: the parameters of the user's module, which have the same `.grad` as the shards."""
         self._held: dict[str, HeldGradient] = {}
 
     def adopt(self, param: Param, source: nn.Parameter, parallel: ModelParallel | None = None) -> nn.Parameter:
-        """Make the parameter that stands for `source` from now on, with the values of the mesh's first rank.
+        """Create the parameter that replaces `source`, with the values of the mesh's first rank. Collective.
 
-        `source` keeps its memory until the caller frees it. Collective.
-        `parallel`: what the model is divided over already.
+        `source` keeps its memory until the caller frees it. `parallel`: what the model is divided over already.
         """
         value, mesh = local_tensor(source), self.communicator.dividing_mesh
         self.communicator.broadcast(value)
@@ -139,9 +140,9 @@ class UnitShards:
         return parameter
 
     def copied(self, unit: Unit, communicator: Communicator, memory: ShardMemory | None = None) -> UnitShards:
-        """The same values in memory of their own, without gradients; nothing is communicated.
+        """A copy in memory of its own, without gradients; nothing is communicated.
 
-        `unit`: this one, or with the same parameters in other dtypes, to which values are converted.
+        `unit`: this one, or one with the same parameters in other dtypes, to which values are converted.
         """
         made = UnitShards(unit, communicator, memory)
         made._placings = dict(self._placings)
@@ -154,7 +155,7 @@ class UnitShards:
         return made
 
     def take_place_of(self, other: UnitShards) -> None:
-        """Let the parameters of `other`, which optimizers may hold, be those of this unit: the same objects."""
+        """Move this unit's parameters into the objects of `other`, which optimizers may hold."""
         for param in self.unit.params:
             old, new = other.parameters[param.name], self.parameters[param.name]
             if isinstance(old, ShardedParameter):
@@ -176,13 +177,13 @@ class UnitShards:
         return result
 
     def gradients(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What stands in `.grad` for tensors that are shaped like this rank's parts of these parameters."""
+        """Values for `.grad`, given tensors that are shaped like this rank's parts of these parameters."""
         if not self._placings:
             return dict(tensors)
         names, parts = list(tensors), list(tensors.values())
         with no_torch_function():
             params: list[Any] = [self.parameters[name] for name in names]
-            # Others are laid out anew, of which torch thinks long.
+            # Others get a new DTensor each, which is slow in torch.
             alike = [
                 param.__class__ is ShardedParameter and param.dtype is part.dtype
                 for param, part in zip(params, parts, strict=True)
@@ -205,19 +206,19 @@ class UnitShards:
         return part if placing is None else explain(placing.place(part), self.communicator.waits)
 
     def shard_of(self, name: str, full: torch.Tensor) -> DTensor:
-        """This rank's part of `full`, which is shaped like the full parameter `name`, in memory of its own."""
+        """This rank's part of `full`, which is shaped like the full parameter `name`, in new memory."""
         param = self.unit.params[self.unit.index(name)]
         start, stop = param.shard_rows(self.communicator.dividing.rank)
         mine = full[start:stop] if param.shards else full
         return self._placings[name].place(self.memory.own(mine))
 
     def padded_shard(self, param: Param) -> torch.Tensor:
-        """This rank's padded shard of `param`, 1-D, as it lies in the buffer."""
+        """This rank's padded shard of `param`, 1-D, a view of the buffer."""
         offset = self.offsets[param.name]
         return self.buffers[param.dtype][offset : offset + param.kept_numel(self.communicator.dividing.rank)]
 
     def wire(self, params: Sequence[Param]) -> torch.Tensor:
-        """The padded shards of `params` end to end: as they lie where they are neighbours, else a copy."""
+        """The padded shards of `params` end to end: a view of the buffer if they are adjacent, else a copy."""
         names = tuple([param.name for param in params])
         if names not in self._runs:
             first, last, rank = params[0], params[-1], self.communicator.dividing.rank
@@ -229,21 +230,21 @@ class UnitShards:
         return torch.cat([self.padded_shard(param) for param in params])
 
     def sent(self, message: Message) -> torch.Tensor:
-        """What is sent of a message outside; what travels in fewer bits is encoded on the device."""
+        """What a message sends along the outer axis; encoded on the device if it is sent in fewer bits."""
         if message.wire is None:
             return self.wire(message.params)
         flat = self.wire(message.params).to(self.communicator.device, non_blocking=True)
         return encode_shards(flat, message.shard_numels, message.wire)
 
     def as_gathered(self, params: Sequence[Param], dtype: torch.dtype) -> torch.Tensor:
-        """What `wire(params)` gives, on the device, as it is once it has been gathered in `dtype`."""
+        """`wire(params)` on the device, with the values that a gather in `dtype` gives."""
         if (wire := params[0].outer_gather_dtype) is None:
             return self.wire(params).to(self.communicator.device, dtype, non_blocking=True)
         flat = self.wire(params).to(self.communicator.device, non_blocking=True)
         return as_sent(flat, [param.shard_numel for param in params], wire, dtype)
 
     def locals(self, params: Sequence[Param]) -> list[torch.Tensor]:
-        """The same of several, by few calls."""
+        """`local` of several parameters, in few calls."""
         return local_values([self.parameters[param.name] for param in params])
 
     def local(self, param: Param) -> torch.Tensor:
@@ -257,9 +258,9 @@ class UnitShards:
     # -- gradients held back --------------------------------------------------------------------------------------
 
     def hold(self, name: str, gradient: torch.Tensor | None) -> None:
-        """Add to the gradient that is held back for the parameter `name`; it shows in `.grad`, unreduced.
+        """Add to the gradient that is held back for the parameter `name`; `.grad` shows it, unreduced.
 
-        None: no gradient has flowed there.
+        None: the parameter got no gradient.
         """
         parameter = self.parameters[name]
         if gradient is None:
@@ -281,7 +282,7 @@ class UnitShards:
         param = self.unit.params[self.unit.index(name)]
         if param.shards:
             start, stop = param.shard_rows(self.communicator.dividing.rank)
-            # Once among the ranks that divide it; replicas, whose average is that of equal parts, each do so.
+            # Only one of the ranks that divide it adds this part, so scale it; replicas all add the same.
             gradient[start:stop].add_(local_tensor(averaged), alpha=self.communicator.dividing.size)
         else:
             gradient.add_(local_tensor(averaged))
@@ -299,7 +300,7 @@ class UnitShards:
             self.user_params[name].grad = gradient
 
     def with_held(self, params: Sequence[Param], gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients, which the caller owns, with what is held back for these parameters added, once in a backward."""
+        """Gradients, which the caller owns, plus those held back for the same parameters, once per backward."""
         if not self._held:
             return gradients
         pairs = zip(params, gradients, strict=True)
@@ -310,7 +311,7 @@ class UnitShards:
         if held is None or held.taken == running:
             return gradient
         held.taken = running
-        # Nothing can be added to one number that is expanded to a shape, as the gradient of a sum is.
+        # contiguous(): an expanded scalar, such as the gradient of a sum, cannot be added to in place.
         return gradient.to(param.dtype).contiguous().add_(held.total)
 
     def is_taken(self, name: str) -> bool:
@@ -319,21 +320,21 @@ class UnitShards:
         return held is not None and held.taken == backward_number()
 
     def settle(self, names: Iterable[str], backward: int) -> None:
-        """What `backward` took of the gradients held back for `names` has been reduced: it leaves `.grad`."""
+        """Remove from `.grad` the gradients held back for `names` that `backward` has reduced."""
         for name in names if self._held else ():
             if (held := self.held(name)) is not None and held.taken == backward:
                 self._show(name, None)
                 del self._held[name]
 
     def names_held(self) -> list[str]:
-        """Parameters with gradients that wait for their reduction; the memory of those that were dropped is freed."""
+        """Parameters with gradients that are held back; frees those that the user has dropped."""
         if not self._held:
             return []
         self._held = {name: held for name, held in self._held.items() if self.held(name) is held}
         return list(self._held)
 
     def writes(self) -> int:
-        """A number that changes with every write that torch, or the parameters themselves, make known."""
+        """A number that changes with every write that torch or the parameters themselves report."""
         return _version([self]) + sum([param.zcompile_unseen for param in self._sharded()])
 
     def _sharded(self) -> list[ShardedParameter]:
@@ -341,7 +342,7 @@ class UnitShards:
 
     @property
     def may_differ(self) -> bool:
-        """True if a copy, kept or on its way, that is taken to be up to date may be so no longer."""
+        """True if a copy that counts as current, kept or in flight, may be outdated."""
         if not self.has_current:
             return False
         current = (full for full in self.kept.values() if not full.is_stale)
@@ -351,14 +352,14 @@ class UnitShards:
         }
 
     def compared(self) -> None:
-        """The copies that are left equal the shards as they are now."""
+        """The remaining copies equal the shards as they are now."""
         for copy in [*self.kept.values(), *self.secondary.values(), *self.ahead.values()]:
             copy.writes = self.writes()
 
     def drop_stale_copy(self) -> None:
-        """Every kept copy is out of date now. One that no gather has renewed since the last time is freed.
+        """Mark every kept copy stale, and free those that no gather has renewed since the last time.
 
-        Secondary shards are freed at once: what is left, all ranks would compare with their shards in each step.
+        Secondary shards are freed at once: all ranks would compare remaining ones with their shards in each step.
         """
         self.kept = {names: full for names, full in self.kept.items() if not full.is_stale}
         for full in self.kept.values():
@@ -366,28 +367,27 @@ class UnitShards:
         self.secondary.clear()
 
     def drop_copies(self) -> None:
-        """Let every copy go, kept or on its way."""
+        """Drop every copy, kept or in flight."""
         for gather in self.ahead.values():
-            gather.wait()  # on CUDA: its memory must not be used again while it is still being filled
+            gather.wait()  # on CUDA: its memory must not be reused while it is still being written
         for copies in (self.ahead, self.kept, self.secondary):
             copies.clear()
 
     @property
     def has_current(self) -> bool:
-        """True if a copy, kept or on its way, is taken to be up to date."""
+        """True if a copy, kept or in flight, counts as current."""
         return bool(self.ahead or self.secondary) or any(not full.is_stale for full in self.kept.values())
 
     def copies_differ(self) -> torch.Tensor:
-        """1 if this rank's part of a copy, kept or on its way, no longer equals its shard, else 0.
+        """1 if this rank's part of a copy, kept or in flight, differs from its shard, else 0; int32 [] on the device.
 
-        An int32 [] on the device. The host does not wait for it: on CUDA all units are compared before the first
-        answer is read.
+        Does not wait: on CUDA all units are compared before the first result is read.
         """
         rank = self.communicator.dividing.rank
         result = [torch.zeros((), dtype=torch.bool, device=self.communicator.device)]
         for full in (full for full in self.kept.values() if not full.is_stale):
             for index, param in enumerate(full.unit.params):
-                if param.shards or param.compute_dtype or self.memory.is_away:  # else it is the shard itself
+                if param.shards or param.compute_dtype or self.memory.is_away:  # else it aliases the shard
                     start, stop = param.shard_rows(rank)
                     kept = full[index][start:stop] if param.shape else full[index]
                     if param.outer_gather_dtype is None:
@@ -409,13 +409,13 @@ class UnitShards:
 
 
 def _version(units: Collection[UnitShards]) -> int:
-    """A number that grows with every write in place that autograd sees; zero for units that have just come."""
+    """A number that grows with every write in place that autograd sees; zero for units that were just adopted."""
     adopted = [version for unit in units for version in unit.adopted.values()]
     return writes_to([param for unit in units for param in unit.parameters.values()]) - sum(adopted)
 
 
 def shard_bytes(unit: Unit, rank: int) -> int:
-    """Bytes that the shards of a unit take in a file of `rank`'s, of those that shard."""
+    """Bytes that the shards of a unit take in the file of `rank`, one of those that shard."""
     end = 0
     for dtype, size in _sizes(unit, rank)[0].items():
         end = aligned_end(end, size * dtype.itemsize)
@@ -423,10 +423,9 @@ def shard_bytes(unit: Unit, rank: int) -> int:
 
 
 def _sizes(unit: Unit, rank: int) -> tuple[dict[torch.dtype, int], dict[str, int]]:
-    """The elements of `rank`'s flat buffer of each dtype, and where each sharded parameter begins in it.
+    """The size of `rank`'s flat buffer of each dtype, and the offset of each sharded parameter in it, in elements.
 
-    A large one begins where kernels load many elements at once, whatever came before; small ones follow each other, for
-    they travel together.
+    Large parameters are aligned for vectorized loads; small ones are adjacent, because they are sent together.
     """
     sizes: dict[torch.dtype, int] = {}
     offsets: dict[str, int] = {}
@@ -444,10 +443,10 @@ def _sizes(unit: Unit, rank: int) -> tuple[dict[torch.dtype, int], dict[str, int
 
 
 class ShardMemory:
-    """Memory of the model's device, from which collectives send. Other memory is a class of its own.
+    """Memory of the model's device, which collectives send from. Subclasses allocate other memory.
 
     Args:
-        device: Where shards are, and gradients and optimizer state beside them.
+        device: The device of shards, gradients and optimizer state.
     """
 
     is_away = False
@@ -461,37 +460,37 @@ class ShardMemory:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def own(self, value: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of `value`, which is not sharded."""
+        """A contiguous copy of `value`, an unsharded parameter."""
         return value.to(self.device, copy=True, memory_format=torch.contiguous_format)
 
     def before(self, unit: str) -> None:
         """A gather of `unit` is about to start."""
 
     def sending(self) -> contextlib.AbstractContextManager[object]:
-        """What a gather copies and launches for a message runs within this."""
+        """Around the copies and launches of a gather."""
         return contextlib.nullcontext()
 
     def copied(self, arrived: torch.Tensor) -> AsyncWork | None:
-        """The work of a message that was only copied, to `arrived`; None where the current stream copied it."""
+        """The work of a message that is only copied, to `arrived`; None if the current stream copies it."""
         return None
 
     def home(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The gradients where their shards are. The host may read them once `landed` has returned."""
+        """Move gradients to where their shards are. The host may read them once `landed` has returned."""
         return gradients
 
     def landed(self) -> None:
-        """Return when gradients that went home are there."""
+        """Return once the gradients that `home` moves have arrived."""
 
     def settle(self) -> None:
-        """Return when no copy is on its way: the host may read gradients and write to shards."""
+        """Return once no copy is in flight: the host may read gradients and write to shards."""
 
 
 class Reserved(ShardMemory):
-    """Memory that was set aside before any shard was made, so that what can fail has failed by then.
+    """Memory that is reserved before any shard is made, so that a failure comes early.
 
     Args:
-        device: Where it is.
-        room: Bytes of each unit, uint8, as many as `runtime.shards.shard_bytes` says, zeros.
+        device: Its device.
+        room: The memory of each unit, zeros, uint8 [`runtime.shards.shard_bytes`].
     """
 
     def __init__(self, device: torch.device, room: Mapping[str, torch.Tensor]) -> None:
@@ -508,7 +507,7 @@ class Reserved(ShardMemory):
 
 
 def aligned_end(offset: int, nbytes: int) -> int:
-    """Where the next tensor begins behind one of `nbytes` at `offset`."""
+    """The aligned end of a tensor of `nbytes` at `offset`, in bytes."""
     return offset + -(-nbytes // 64) * 64
 
 
@@ -518,11 +517,10 @@ def aligned_end(offset: int, nbytes: int) -> int:
 class Freshness:
     """Marks kept copies that a step has outdated, and drops those that a write has, on all ranks alike.
 
-    An optimizer step says that it has changed parameters. Where none came in between (gradient accumulation,
-    evaluation, the next train step), a parameter says whether it may have been written to: by version counters, by
-    operations that these do not show, or by anybody who has taken its `.data`, or has what `state_dict` gives. Ranks
-    tell each other with the run, and if one of them has such a parameter, all compare what they keep with their shards
-    and agree on the result: no rank gathers alone.
+    An optimizer step reports that it has changed parameters. Without one (gradient accumulation, evaluation, the next
+    train step), a parameter reports whether it may have been written to: by version counters, by operations that these
+    miss, or by anyone who has its `.data` or the result of `state_dict`. Ranks share this with each run; if one of them
+    has such a parameter, all compare their copies with their shards and agree on the result: no rank gathers alone.
     """
 
     def __init__(self, units: Mapping[str, UnitShards], communicator: Communicator) -> None:
@@ -534,23 +532,23 @@ class Freshness:
         """Steps that have found no gradient."""
         self._steps_seen = 0
         self._given: list[weakref.ref[torch.Tensor]] = []
-        """What shows the memory of shards to others, who may write to it; no counter of a parameter tells of that."""
+        """Tensors given to others that alias shards; a write to them changes no version counter of a parameter."""
 
     def give(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note that somebody has `tensors`, which show the memory of shards, and may write to them."""
+        """Note that others have `tensors`, which alias shards, and may write to them."""
         self._given += map(weakref.ref, tensors)
 
     def _prune(self) -> None:
         self._given = [given for given in self._given if given() is not None]
 
     def step(self, *, idle: bool = False) -> None:
-        """An optimizer has stepped parameters of these units; `idle`: it has found no gradient."""
+        """An optimizer has stepped parameters of these units; `idle`: it found no gradient."""
         self.steps += 1
         self.idle += idle
 
     @contextlib.contextmanager
     def one_step(self) -> Iterator[None]:
-        """Whatever optimizers do within is one step on all ranks, of which each has parameters of other optimizers."""
+        """Count the optimizer steps within as one, on all ranks: each has parameters of other optimizers."""
         before = self.steps, self.idle
         try:
             yield
@@ -558,14 +556,14 @@ class Freshness:
             self.steps, self.idle = before[0] + 1, before[1]
 
     def version(self) -> int:
-        """A number that grows with every change of a parameter that an optimizer or autograd makes known."""
+        """A number that grows with every change of a parameter that an optimizer or autograd reports."""
         return self.steps + _version(self.units.values())
 
     def drop_stale_copies(self) -> bool:
-        """Leave no copy as current that a step has outdated; returns whether any that is left may differ.
+        """Mark the copies that a step has outdated; returns whether any current one may differ from its shard.
 
-        What was gathered ahead was so after the step. A step is taken to be every rank's, without asking: `Lockstep`
-        compares their number with that of the run.
+        What was gathered ahead was gathered after the step. Steps are assumed to be the same on every rank: `Lockstep`
+        compares their number with each run.
         """
         stepped, self._steps_seen = self.steps != self._steps_seen, self.steps
         if stepped:
@@ -573,7 +571,7 @@ class Freshness:
                 if any(param.requires_grad for param in unit.parameters.values()):
                     unit.drop_stale_copy()
         if not self.has_current:
-            self._prune()  # what was written so far will be gathered
+            self._prune()  # what was written so far will be gathered anew
             return False
         return bool(self._given) or any(unit.may_differ for unit in self.units.values())
 
@@ -586,8 +584,7 @@ class Freshness:
     def compare(self) -> None:
         """Drop copies that differ from the shard on any rank. Collective.
 
-        Their memory is not used again: autograd may not know of the write, so a backward that is still to come reads
-        them.
+        Their memory is not reused: autograd may not know of the write, so a later backward may still read them.
         """
         kept = [unit for unit in self.units.values() if unit.has_current]
         differ = self.communicator.any_rank(torch.stack([unit.copies_differ() for unit in kept]).cpu())

@@ -1,12 +1,12 @@
-"""Links between pipeline stages: messages from one rank along an axis to one other, in order.
+"""Links between pipeline stages: ordered messages from one rank along an axis to another.
 
-On NCCL a send occupies its communicator's stream until it is received. Where a rank sent and received on one stream,
-a message could stand behind another one for which the other end waits for good: so messages go in lanes, each with a
-group of its own, in none of which a rank both sends and receives, or has more than one other end.
+On NCCL a send occupies its communicator's stream until it is received. If a rank sent and received on one stream, a
+message could be queued behind one that its peer never gets to, a deadlock. So messages use lanes, each with a group of
+its own, in which no rank both sends and receives, or has more than one peer.
 
-In the first run of a program messages go from host to host instead. Kernels are loaded, and communicators made, when
-they are first used, and both may wait for all that the device has begun (CUDA C++ Programming Guide, "Lazy Loading"):
-behind a receive whose sender waits for what this rank has not launched yet, that would be for good.
+In the first run of a program, messages go from host to host instead. Kernels are loaded, and communicators created, at
+first use, and both may wait for all work launched on the device (CUDA C++ Programming Guide, "Lazy Loading"): behind a
+receive whose sender waits for what this rank has not launched yet, that would deadlock.
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ from zcompile.runtime.waits import Waits
 from zcompile.torch_internals.distributed import backend_name, close_connections, gloo_of, is_fake
 
 _TAG = 1 << 28
-"""In the tags of all messages between stages; those of collectives have higher bits (`runtime.gloo_collectives`)."""
+"""Set in the tags of all messages between stages; those of collectives have higher bits
+(`runtime.gloo_collectives`)."""
 _RUNS = 1 << 28
 
 
 class Route(NamedTuple):
-    """From one place along the axis to another."""
+    """From one index along the axis to another."""
 
     sender: int
     receiver: int
 
     @property
     def lane(self) -> tuple[bool, int, bool]:
-        """Of all routes that share it each place begins one, or ends one, or neither."""
+        """Routes with the same lane share no rank."""
         distance = abs(self.receiver - self.sender)
         return self.receiver > self.sender, distance, bool(min(self) // distance % 2)
 
 
 class StageLinks:
-    """What a rank sends other ranks along the pipeline axis, and receives from them.
+    """Messages between this rank and others along the pipeline axis.
 
     Args:
-        mesh: Of that axis, for what all its ranks do together.
-        again: Makes another group of the same ranks. Collective.
+        mesh: The axis, for collectives of all its ranks.
+        again: Creates another group of the same ranks. Collective.
         whole: The waits for all ranks that train the model.
-        data: The ranks that have the same stages: what is sent is counted, and recorded, with what they send.
+        data: The ranks that have the same stages: traffic is counted and recorded with theirs.
     """
 
     def __init__(
@@ -67,24 +68,24 @@ class StageLinks:
         self.traffic, self.recorder = data.traffic, data.recorder
         self._tag = _TAG
         self.blocks = backend_name(self.group, self.device) == backend_of(HOST) and is_host(self.device)
-        """True where the host waits for messages, which go over one group then."""
+        """True if the host waits for messages, which then share one group."""
         self._hosts: Any = gloo_of(self.group) if self.blocks else None
         self._over_hosts = self.blocks
         self._lanes: dict[tuple[bool, int, bool], dist.ProcessGroup] = {}
         self._connected: set[Route] = set()
         self._queues: dict[tuple[int, bool], Progress] = {}
-        self._flying: weakref.WeakSet[StreamWork] = weakref.WeakSet()
+        self._in_flight: weakref.WeakSet[StreamWork] = weakref.WeakSet()
 
     def begin(self, run: int, *, first: bool) -> None:
-        """What is sent from now on belongs to the run with this number, the first one of its program or not."""
+        """Mark messages from now on as belonging to the run with this number; `first`: its program's first run."""
         self._tag = _TAG + run % _RUNS
         self._over_hosts = self.blocks or (first and self._hosts is not None)
 
     def connect(self, routes: Iterable[Route]) -> None:
-        """Make ready the routes of all ranks, where that takes both ends. Collective.
+        """Set up the routes of all ranks, if that takes both ends. Collective.
 
-        NCCL makes what two ranks send by at the first message, on the host, which waits there for the other one: in
-        the order of a program rank 0 would wait for rank 1 to send, and rank 1 for rank 0. So all do it in one order.
+        NCCL connects two ranks at their first message, and the host waits there for its peer: in program order, rank 0
+        would wait for rank 1 to send, and rank 1 for rank 0. So all ranks connect in one order.
         """
         routes = sorted(set(routes) - self._connected)
         if routes and self._hosts is None and not is_host(self.device) and not is_fake(self.group):
@@ -104,22 +105,22 @@ class StageLinks:
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Give every rank along the axis the values of the first, in place; any device, strides and dtype."""
+        """Broadcast from the axis's first rank, in place; any device, strides and dtype."""
         if self.size > 1:
             what = "the values of the first pipeline stage's rank"
             broadcast(tensor, self.device, self.group, 0, self.waits, what)
 
     def order_all(self) -> None:
-        """Whatever was begun and not waited for ends before what the current stream does from here on.
+        """Make the current stream wait for every message that was started and not waited for.
 
-        For a step that has failed: its memory may be lent again, and a GPU would still read it, or write to it.
+        For a step that has failed: its memory may be lent again while a GPU still reads or writes it.
         """
-        for work in list(self._flying):
-            with contextlib.suppress(Exception):  # of a group that is broken, the error is the one on its way
+        for work in list(self._in_flight):
+            with contextlib.suppress(Exception):  # a broken group's error is already propagating
                 work.order()
 
     def send(self, value: torch.Tensor, to: int) -> AsyncWork:
-        """Start sending a 1-D tensor of bytes to the rank at this place."""
+        """Start sending a 1-D tensor of bytes to the rank at index `to`."""
         self.traffic.along(self.axis, self.size).to_one += value.nbytes
         if self._over_hosts:
             value = value.to(HOST)
@@ -129,7 +130,7 @@ class StageLinks:
         return self._on_stream(work, value)
 
     def receive(self, buffer: torch.Tensor, source: int) -> AsyncWork:
-        """Start receiving from the rank at this place into a 1-D tensor of bytes."""
+        """Start receiving from the rank at index `source` into a 1-D tensor of bytes."""
         if self._over_hosts:
             arriving = buffer if self.blocks else torch.empty_like(buffer, device=HOST)
             received = self._follow(source, False, arriving, lambda: self._hosts.recv([arriving], source, self._tag))
@@ -141,11 +142,11 @@ class StageLinks:
     def _on_stream(self, work: dist.Work | None, tensor: torch.Tensor) -> StreamWork:
         assert work is not None, "this rank is one of the group"
         started = StreamWork(work.wait, (tensor,), waits=self.waits)
-        self._flying.add(started)
+        self._in_flight.add(started)
         return started
 
     def _follow(self, peer: int, sends: bool, tensor: torch.Tensor, start: Callable[[], dist.Work]) -> HostWork:
-        """Started now, and waited for on a thread for this peer and direction: no message waits for another one's."""
+        """Start now, and wait on a thread for this peer and direction, so that no message waits for another one."""
         if (peer, sends) not in self._queues:
             hang_up = functools.partial(close_connections, self._hosts, self.rank, self.size)
             self._queues[peer, sends] = Progress(hang_up)
@@ -165,7 +166,7 @@ class StageLinks:
 
 
 class _Landing(AsyncWork):
-    """A value that arrives on the host, and goes on to the device."""
+    """A value that arrives on the host and is then copied to the device."""
 
     def __init__(self, work: HostWork, arriving: torch.Tensor, buffer: torch.Tensor) -> None:
         super().__init__()
@@ -178,30 +179,30 @@ class _Landing(AsyncWork):
 
 
 class _Message:
-    """A value on its way between two stages."""
+    """A value in flight between two stages."""
 
     def __init__(self, operation: str, work: AsyncWork, links: StageLinks) -> None:
         self._operation, self._work, self._links = operation, work, links
 
     def _end(self, sent: int) -> None:
-        """Return when it has arrived; `sent` bytes are noted as those that this rank has sent."""
+        """Wait for it; `sent` bytes are recorded as sent by this rank."""
         self._links.recorder.land(self._work, self._operation, "", sent, self._links.axis)
 
 
 class Sending(_Message):
-    """A value on its way to another stage."""
+    """A value in flight to another stage."""
 
     def __init__(self, work: AsyncWork, nbytes: int, links: StageLinks) -> None:
         super().__init__("send", work, links)
         self._nbytes = nbytes
 
     def wait(self) -> None:
-        """Return when the value's memory may be used again."""
+        """Return once the value's memory may be reused."""
         self._end(self._nbytes)
 
 
 class Receiving(_Message):
-    """A value on its way from another stage."""
+    """A value in flight from another stage."""
 
     def __init__(self, work: AsyncWork, value: torch.Tensor, links: StageLinks) -> None:
         super().__init__("recv", work, links)
@@ -216,9 +217,9 @@ class Receiving(_Message):
 def send(
     value: torch.Tensor, links: StageLinks, *, to: int = -1, message: str = "", strides: tuple[int, ...] | None = None
 ) -> Sending:
-    """Start sending a value to the rank at place `to`, laid out as that one expects it: contiguous, or with `strides`.
+    """Start sending a value to the rank at index `to`, in the layout that it expects: contiguous, or with `strides`.
 
-    `message`: what it is, for who reads the line.
+    `message`: describes the value to a reader of the line.
     """
     if strides is None:
         value = value.contiguous()
@@ -230,7 +231,7 @@ def send(
 def receive(
     links: StageLinks, type_: str, *, source: int = -1, message: str = "", strides: tuple[int, ...] | None = None
 ) -> Receiving:
-    """Start receiving a tensor of a type such as `f32[8, 64]` from the rank at place `source`."""
+    """Start receiving a tensor of a type such as `f32[8, 64]` from the rank at index `source`."""
     found = TensorType.parse(type_)
     if strides is None:
         value = torch.empty(found.shape, dtype=found.dtype, device=links.device)
@@ -240,6 +241,6 @@ def receive(
 
 
 def _bytes(value: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor, as bytes: backends know few dtypes."""
+    """The memory of a dense tensor, as 1-D uint8: backends support few dtypes."""
     flat = value.as_strided((value.numel(),), (1,)) if value.numel() else value.reshape(-1)
     return flat.view(torch.uint8)

@@ -1,7 +1,7 @@
-"""Stream watch: says at which line a GPU waits in vain, before the end of its group's timeout ends the process.
+"""Stream watch: reports the line at which a GPU is stuck, before its group's timeout ends the process.
 
-The host does not wait in collectives of a GPU, so no error of theirs comes back to a line: NCCL's watchdog writes which
-collective of the group it was, and ends the process. What this writes before stays.
+The host does not wait in collectives of a GPU, so their errors cannot be raised at a line: NCCL's watchdog logs the
+collective and ends the process. The warning of this watch comes before that.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from zcompile.runtime.device import event_here, only_asks
 from zcompile.runtime.waits import WARNED, Place, Waits
 
 KEPT = 1024
-"""Waits that are remembered: about as many kernels as CUDA lets the host launch ahead."""
+"""Number of waits that are remembered: about as many kernels as CUDA lets the host launch ahead."""
 LOOKS = 2.0
-"""Seconds between two looks at the GPU."""
+"""Seconds between two queries of the GPU."""
 LAST = 0.9
-"""Of the timeout: when it is said once more, beside what the watchdog will write."""
+"""Fraction of the timeout after which the warning is repeated, for reading next to the watchdog's log."""
 
 
 @dataclass(slots=True)
@@ -37,19 +37,19 @@ class _Wait:
 
 
 class StreamWatch:
-    """Remembers the waits of one model's streams; a thread of its own looks for one that does not end.
+    """Remembers the waits of one model's streams; a thread looks for one that does not end.
 
     Args:
-        waits: Of the model.
+        waits: Those of the model.
         device: The GPU.
         limit: Seconds after which the group's watchdog ends the process.
-        backend: What that is of.
+        backend: The group's backend.
     """
 
     def __init__(self, waits: Waits, device: torch.device, limit: float, backend: str = "nccl") -> None:
         self._waits, self._device, self._limit, self._backend = waits, device, limit, backend.upper()
         self._passed = deque[_Wait](maxlen=KEPT)
-        """Waits that the GPU has not been seen to come past, in their order."""
+        """Waits that the GPU is not known to have passed yet, in order."""
         self._spare = deque[torch.Event](maxlen=KEPT)
         self._count = 0
         self._first, self._since, self._due = -1, 0.0, WARNED
@@ -59,7 +59,7 @@ class StreamWatch:
         weakref.finalize(self, ended.set)
 
     def passed(self) -> None:
-        """The current stream has been told to wait for a collective; the host goes on."""
+        """Note that the current stream waits for a collective; the host does not."""
         event = event_here(self._device, self._spare.pop() if self._spare else None)
         if event is None:  # within a capture
             return
@@ -67,7 +67,7 @@ class StreamWatch:
         self._count += 1
 
     def look(self, now: float) -> None:
-        """Say which line the device has not come past for long, if there is one; `now` is a time in seconds."""
+        """Warn about a line that the device has been stuck at for long, if there is one; `now` is a time in seconds."""
         while self._passed and self._passed[0].end.query():
             self._spare.append(self._passed.popleft().end)
         first = self._passed[0] if self._passed else None
@@ -83,8 +83,8 @@ class StreamWatch:
         where = str(wait.place) if wait.place is not None else "a collective"
         run = f" ({wait.run})" if wait.run else ""
         text = (
-            f"zcompile: the GPU of rank {self._waits.rank} has not come past {where}{run} for {waited:.0f} s: it waits"
-            " there for the other ranks, or for a kernel before it."
+            f"zcompile: the GPU of rank {self._waits.rank} has been stuck at {where}{run} for {waited:.0f} s: it waits"
+            " there for the other ranks, or for an earlier kernel."
             f" {self._limit:.0f} s after the launch the watchdog of {self._backend} ends the process"
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -97,4 +97,4 @@ def _look(reference: weakref.ref[StreamWatch], device: torch.device, ended: thre
     only_asks(device)
     while not ended.wait(LOOKS) and (watch := reference()) is not None:
         watch.look(time.perf_counter())
-        del watch  # while it waits, the thread keeps nothing alive
+        del watch  # the thread must not keep the watch alive while it waits

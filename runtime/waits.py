@@ -1,8 +1,8 @@
-"""Waits: what a rank says, and learns of the others, when it waits for them for long or in vain.
+"""Waits: what ranks report to each other when they wait for long or in vain.
 
-A rank that has waited for a while writes into the store behind the process group for whom it waits, and where. So those
-who wait for it know that it is not the one to blame, and an error names the rank at the end of the chain: the one that
-stays away without waiting for anybody.
+A rank that has waited for a while writes into the process group's store for whom it waits, and where. So ranks that
+wait for it know that it is not to blame, and an error names the rank at the end of the chain: the one that is missing
+without waiting for anyone.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from zcompile.torch_internals.distributed import default_store, is_fake
 T = TypeVar("T")
 
 POLL = 0.1
-"""Seconds between two looks at what is waited for, by a rank that waits."""
+"""Seconds between two polls of a rank that waits."""
 TOLD = 4.0
-"""Seconds after which a rank that waits says so in the store."""
+"""Seconds after which a rank that waits reports it in the store."""
 ASKED = 2.0
-"""Seconds between two looks at what the others have said, by a rank that waits for long."""
+"""Seconds between two reads of the others' reports, by a rank that waits for long."""
 WARNED = 10.0
-"""Seconds after which it says so to its user."""
+"""Seconds after which it warns its user."""
 EXCHANGED = 10.0
-"""Seconds that ranks have to say what an error that all of them have found is about."""
+"""Seconds for ranks to exchange details of an error that all of them have found."""
 GRACE = 1.0
-"""Seconds that a rank which has closed its connections has to say why."""
+"""Seconds for a rank that has closed its connections to report why."""
 ANSWERED = 3.0
-"""Seconds within which the store answers; its host may be the rank that is gone."""
+"""Seconds within which the store must answer; its host may be the rank that is gone."""
 
 
 class RankLost(RuntimeError):
-    """A message from or to a rank has failed; within the runtime, until it is known who is to blame."""
+    """A message from or to a rank has failed; internal, until it is known who is to blame."""
 
     def __init__(self, rank: int, cause: str) -> None:
         super().__init__(cause)
         self.rank = rank
-        """Its number in the group."""
+        """Its rank in the group."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank has written into the store."""
+    """A rank's report in the store."""
 
     awaited: Sequence[int] = ()
     """The ranks that it waits for, or waited for in vain."""
@@ -65,21 +65,21 @@ class Report:
     run: str = ""
     """What it runs, by number and kind."""
     refusal: Sequence[str] = ()
-    """The AgreementError that it has raised: subject, found, fix."""
+    """The AgreementError that it has raised: subject, problem, fix."""
 
 
 @dataclass
 class Reporting:
-    """What a rank has in common in all groups that it waits in for one model."""
+    """State of a rank that all groups of one model share."""
 
     ranks: Sequence[int]
-    """Whose reports are read: all of the model's, by the numbers that they have in the whole world."""
+    """The model's global ranks, whose reports are read."""
     prefix: str
-    """What names of reports in the store begin with."""
+    """Prefix of the reports' keys in the store."""
     run: str = ""
     """What this rank runs, by number and kind."""
     check: Callable[[], None] = lambda: None
-    """Raises what is known by now to be wrong; called while this rank waits."""
+    """Raises errors that are known by now; called while this rank waits."""
     told: bool = False
     """True while a report of this rank is in the store."""
     stepping: bool = False
@@ -87,24 +87,24 @@ class Reporting:
 
 
 class Waits:
-    """The waits of one rank for the others of a group, and what these have reported of theirs.
+    """The waits of one rank for the others of a group, and the others' reports.
 
-    `whole`: the waits for all ranks, of which the group has some. Who waits in one group may do so for a rank that
-    waits in another one, so reports are read across groups.
+    `whole`: the waits for all ranks of the model. A rank may wait in one group for a rank that waits in another one, so
+    reports are read across groups.
     """
 
     def __init__(self, group: dist.ProcessGroup, whole: Waits | None = None) -> None:
         self.ranks: list[int] = dist.get_process_group_ranks(group)
-        """The group's ranks, by the numbers that they have in the whole world: errors name these."""
+        """The group's global ranks: errors name these."""
         self.rank = dist.get_rank()
         self.awaited: int | None = None
-        """Whose message is waited for on the progress thread, by its number in the group."""
+        """The rank in the group whose message the progress thread waits for."""
         self.reporting: Reporting = self._reporting(group) if whole is None else whole.reporting
 
     def _reporting(self, group: dist.ProcessGroup) -> Reporting:
         prefix = f"zcompile/{group.group_name}/waits"
         if len(self.ranks) > 1 and not is_fake(group):
-            # Reports of an earlier model on the group say nothing of this one's ranks.
+            # A prefix of its own: reports of an earlier model on the group must not be read.
             prefix += f" {default_store().add(f'{prefix} of {self.rank}', 1)}"
         return Reporting(self.ranks, prefix)
 
@@ -118,16 +118,16 @@ class Waits:
         self.reporting.run, self.reporting.stepping = run, False
 
     def name(self, what: str) -> str:
-        """A name in the store for something that the ranks of this model's group have together."""
+        """A key in the store that the ranks of this model's group share."""
         return f"{self.reporting.prefix}/{what}"
 
     def until(
         self, done: Callable[[float], bool], what: str, awaited: Callable[[], Sequence[int]] | None = None
     ) -> None:
-        """Return once `done`, which waits for as many seconds as it is given, says so; call `over` behind it.
+        """Return once `done`, which waits for as many seconds as it is given, returns True; call `over` afterwards.
 
-        `what`: what is waited for, where no line of a program is. `awaited`: for which ranks of the world; by default
-        for the one whose message the progress thread waits for.
+        `what`: names what is waited for, outside of program lines. `awaited`: returns the global ranks that are waited
+        for; by default the one whose message the progress thread waits for.
 
         Raises:
             AgreementError: the ranks are out of step.
@@ -148,16 +148,16 @@ class Waits:
                 warned = True
 
     def over(self) -> None:
-        """What was waited for has come: take the report back, if there was one."""
+        """The wait is over: withdraw the report, if there is one."""
         if self.reporting.told:
             self._send_report(None)
 
     @contextlib.contextmanager
     def explained(self, what: str) -> Iterator[None]:
-        """A typed error, in place of what torch raises when another rank fails or stays away.
+        """Replace the errors that torch raises when another rank fails or stays away by typed ones.
 
         Raises:
-            GroupError: naming the rank that is gone or has not come, and the line or unit.
+            GroupError: names the rank that is gone or has not come, and the line or unit.
             AgreementError: another rank has found the ranks out of step.
         """
         try:
@@ -171,9 +171,9 @@ class Waits:
 
     @contextlib.contextmanager
     def watched(self, what: str, others: Sequence[int]) -> Iterator[None]:
-        """Around a collective of torch's that blocks this thread: one of its own tells of long waits, as `until` does.
+        """Around a collective of torch that blocks this thread: another thread reports long waits, as `until` does.
 
-        An error that is no collective's is left as it is. `others`: the ranks of the world that take part, too.
+        Errors of anything else pass unchanged. `others`: the other global ranks that take part.
 
         Raises:
             GroupError, AgreementError: as in `explained`.
@@ -198,7 +198,7 @@ class Waits:
         self.over()
 
     def _watch(self, ended: threading.Event, thread: int, what: str, others: Sequence[int]) -> None:
-        """Tell of a wait of `thread` once it has lasted for long."""
+        """Report a wait of `thread` that lasts for long."""
         if ended.wait(TOLD) or (frame := sys._current_frames().get(thread)) is None:
             return
         where = where_of(what, frame)
@@ -207,9 +207,9 @@ class Waits:
             self._warn(WARNED, where, others)
 
     def explanation(self, error: RuntimeError, what: str, others: Sequence[int] | None = None) -> GroupError:
-        """Who is to blame for a message that has failed; the others are told.
+        """The error for a message that has failed, which names who is to blame; also reports it to the others.
 
-        `others`: who was waited for, where neither the error nor the progress thread knows.
+        `others`: the ranks waited for, if neither the error nor the progress thread knows.
 
         Raises:
             AgreementError: another rank has found the ranks out of step.
@@ -226,26 +226,26 @@ class Waits:
 
     @staticmethod
     def _raise_refusal(reports: Mapping[int, Report]) -> None:
-        """Raise the AgreementError that another rank has raised, for it is this one's too."""
+        """Raise the AgreementError that another rank has raised: it concerns this one, too."""
         if refusal := next((report.refusal for report in reports.values() if report.refusal), None):
             raise AgreementError(*refusal)
 
     def culprits(self, awaited: Sequence[int]) -> list[int]:
-        """Who is to blame, as far as the others have reported, if these did not come."""
+        """The ranks to blame if `awaited` did not come, according to the reports."""
         return to_blame(awaited, self._reports(()), self.rank)
 
     def refuse(self, error: AgreementError) -> None:
-        """Tell the others of an error that is theirs too, should the message that shows it not reach them."""
+        """Report an error that the others share, in case the message that shows it does not reach them."""
         self._send_report(Report(run=self.run, refusal=(error.subject, error.problem, error.fix)))
 
     def report_failure(self, what: str, error: ZcompileError) -> None:
-        """Tell the others of an error that this rank may have raised alone: they would wait for it."""
+        """Report an error that this rank may have raised alone, while the others wait for it."""
         if len(self.ranks) > 1 and not isinstance(error, AgreementError | GroupError):
             problem = f"rank {self.rank} failed there: {type(error).__name__}: {error.subject}: {error.problem}"
             self.refuse(AgreementError(what, problem, f"on rank {self.rank}: {error.fix}"))
 
     def _missing(self, awaited: Callable[[], Sequence[int]] | None) -> Sequence[int]:
-        """The ranks of the world that are waited for; all others where that is not known."""
+        """The global ranks that are waited for; all others if that is not known."""
         if awaited is not None:
             return awaited()
         index = self.awaited
@@ -256,14 +256,14 @@ class Waits:
         here = f" ({self.run})" if self.run else ""
         if waiting := sorted(rank for rank in culprits if rank in reports):
             problem = "; ".join(self._places(waiting, reports))
-            return f"rank {self.rank} waits there{here}, and {problem}: the ranks have come out of step"
+            return f"rank {self.rank} waits there{here}, and {problem}: the ranks are out of step"
         if timed_out:
             return f"rank {self.rank} waited there{here} until the group's timeout, and {names} never came"
         return f"rank {self.rank} waited there{here}, and {names} {'is' if len(culprits) == 1 else 'are'} gone"
 
     @staticmethod
     def _places(waiting: Sequence[int], reports: Mapping[int, Report]) -> Iterator[str]:
-        """Where ranks wait, those at one place together."""
+        """Where ranks wait, grouped by place."""
         for (where, run), ranks in ranks_by(
             {rank: (reports[rank].where, reports[rank].run) for rank in waiting}
         ).items():
@@ -278,7 +278,7 @@ class Waits:
         warnings.warn(f"{problem}; {advice}", RuntimeWarning, stacklevel=2)
 
     def exchange(self, what: str, text: str) -> dict[int, str]:
-        """What the group's ranks have to say of an error that all of them know of, as far as they do within seconds."""
+        """Texts of the group's ranks about an error that all of them have found, by rank, if they arrive in time."""
         prefix = self.name(what)
         _within(ANSWERED, lambda store: store.set(f"{prefix}/{self.rank}", text))
         others = [rank for rank in self.ranks if rank != self.rank]
@@ -292,16 +292,16 @@ class Waits:
         self.reporting.told = report is not None
 
     def _reports(self, expected: Sequence[int]) -> dict[int, Report]:
-        """What the others have reported, by rank; those `expected` have a moment to do so."""
+        """The others' reports by rank; those `expected` have a moment to arrive."""
         others = [rank for rank in self.reporting.ranks if rank != self.rank]
         found = _texts(self.reporting.prefix, others, expected, GRACE)
         return {rank: Report(**json.loads(text)) for rank, text in found.items()}
 
 
 def to_blame(awaited: Sequence[int], reports: Mapping[int, Report], me: int) -> list[int]:
-    """Who is at the end of the chain: those of `awaited` who wait for nobody, else of whom these wait for, and so on.
+    """The end of the chain: those of `awaited` that wait for nobody, else those that these wait for, and so on.
 
-    Ranks that wait for each other are to blame all together, but for `me`.
+    Ranks that wait for each other are all to blame, except `me`.
     """
     seen: set[int] = set()
     suspects = set(awaited)
@@ -319,7 +319,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def ranks_by(said: Mapping[int, T]) -> dict[T, list[int]]:
-    """The ranks that say a thing, for each thing that is said."""
+    """The ranks that have a value, by value."""
     result: dict[T, list[int]] = {}
     for rank, thing in said.items():
         result.setdefault(thing, []).append(rank)
@@ -346,11 +346,11 @@ class Place:
 
 
 _PROGRAM = "<zcompile "
-"""What names of programs as files begin with."""
+"""Prefix of programs' file names."""
 
 
 def where_of(what: str, frame: types.FrameType | None = None) -> str:
-    """The line of a program that waits now, with what is in its margin; else `what`, and the user's line that asked.
+    """The program line that waits now, with its margin; otherwise `what` and the line of the user's code.
 
     `frame`: of the thread that waits; by default this one's.
     """
@@ -368,11 +368,11 @@ def _line_of(frame: types.FrameType) -> str:
 
 
 _NOT_THE_USERS = ("zcompile", "torch", "contextlib", "threading", "functools")
-"""Packages that stand between a wait and the user's line."""
+"""Packages whose frames may be between a wait and the user's line."""
 
 
 def _is_users(frame: types.FrameType) -> bool:
-    """Whether the code is neither of these packages' nor generated; what torch generates names no module of its own."""
+    """True for code neither of these packages nor generated; what torch generates has no module name of its own."""
     package = frame.f_globals.get("__name__", "").partition(".")[0]
     generated = frame.f_code.co_filename.startswith((_TORCH, "<"))
     return package not in _NOT_THE_USERS and not generated
@@ -386,7 +386,7 @@ def _text_of(file: str, number: int) -> str:
 
 
 def is_of_collective(error: RuntimeError) -> bool:
-    """Whether torch raises it of a collective; gloo's errors have no type of their own."""
+    """True if it is an error of a torch collective; gloo's errors have no type of their own."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
@@ -397,7 +397,7 @@ def _fix(culprits: Sequence[int], reports: Mapping[int, Report]) -> str:
 
 
 def _texts(prefix: str, ranks: Sequence[int], expected: Sequence[int], seconds: float) -> dict[int, str]:
-    """What `ranks` have in the store, each under `prefix` and its number; those `expected` have some time for it."""
+    """The texts of `ranks` in the store, each under `prefix` and its rank; those `expected` have time to arrive."""
     deadline, result = time.perf_counter() + seconds, dict[int, str]()
     while True:
         for rank in (rank for rank in ranks if rank not in result):
@@ -416,9 +416,9 @@ def _read(store: dist.Store, key: str) -> str:
 
 
 def _within(seconds: float, ask: Callable[[dist.Store], T]) -> T | None:
-    """What `ask` reads or writes in the store; None if it fails, or has not answered in time.
+    """The result of `ask` on the store; None if it fails, or does not answer in time.
 
-    The store may be with a rank that is gone.
+    The store may be on a rank that is gone.
     """
     try:
         store = default_store()

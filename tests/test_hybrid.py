@@ -227,7 +227,7 @@ def test_dimensions_have_to_say_what_they_are_for(rank: int, names: tuple[str, s
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     dist.barrier()  # a rank that is done at once would close its connections while others are still connecting
     error = error_of(lambda: zcompile.compile(make("mlp"), mesh=mesh, backend="eager"), GroupError)
-    assert "its dimensions do not say which of them repeats the shards that the other one divides" in error
+    assert "its dimension names do not say which one replicates the shards that the other one divides" in error
     assert "mesh_dim_names=('replicate', 'shard')" in error
 
 

@@ -58,10 +58,10 @@ def test_a_dimension_of_a_larger_mesh_is_refused_with_both_meshes_and_the_ways_o
     assert part == backend
     assert "DeviceMesh((shard=2)" in part
     assert "DeviceMesh((replicate=2, shard=2)" in part
-    assert "train apart" in part
+    assert "train separately" in part
     assert "init_device_mesh('cpu', (world,)), or none" in part
     assert "DeviceMesh.from_group(mesh['shard'].get_group(), 'cpu')" in part
-    assert "do not say which of them repeats the shards" in whole
+    assert "do not say which one replicates the shards" in whole
     assert "mesh_dim_names=('replicate', 'shard')" in whole
 
 

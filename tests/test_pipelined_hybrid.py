@@ -90,7 +90,7 @@ def refused(rank: int, names: tuple[str, ...], sizes: tuple[int, ...], options: 
     ("names", "sizes", "options", "message"),
     [
         (("pp", "replicate", "shard"), (2, 2, 1), {"shard": "auto"}, "shard: 'auto' is not combined with a pipeline"),
-        (("pp", "shard", "replicate"), (2, 2, 1), {"shard": "hpz"}, "mesh: is .* whose shards are not inside"),
+        (("pp", "shard", "replicate"), (2, 2, 1), {"shard": "hpz"}, "mesh: is .* whose outer dimension shards, but"),
         (("pp", "dp"), (2, 2), {"shard": "hfsdp"}, "shard: is 'hfsdp', .* all ranks are along one"),
         (("pp", "dp"), (2, 2), {"outer_dtype": torch.int8}, "outer_dtype: is for the outer dimension"),
         (("pp", "up", "down"), (2, 2, 1), {}, "mesh: .*not combined with 'up', 'down'(?s:.*)'replicate', 'shard'"),

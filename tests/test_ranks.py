@@ -123,7 +123,7 @@ def one_rank_missing(rank: int) -> tuple[str, str, float]:
 def test_a_rank_that_never_comes(ranks: Ranks) -> None:
     (kind, message, seconds), _ = ranks.run(2, one_rank_missing, group=2)
     assert kind == "AgreementError"
-    assert "rank 1 did not get here within 2 s" in message
+    assert "rank 1 did not arrive within 2 s" in message
     assert seconds < AT_ONCE
 
 
@@ -218,8 +218,8 @@ def test_a_step_on_one_rank_alone_is_known_at_the_next_run(rank: int) -> None:
             optimizer.step()
     kind, message, _ = refusal(lambda: compiled(*batch("mlp", rank, 0)))
     assert kind == "AgreementError"
-    assert "behind 2 optimizer steps" in message
-    assert "behind 1 optimizer step" in message
+    assert "after 2 optimizer steps" in message
+    assert "after 1 optimizer step" in message
 
 
 def sub_mesh(rank: int) -> float:

@@ -439,7 +439,7 @@ def sharding_outside(rank: int, shard: str) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("shard", HYBRIDS)
 def test_shards_must_be_inside_to_be_divided_further(threads: Threads, shard: str) -> None:
     for said, _ in threads.run(4, sharding_outside, shard):
-        assert f"whose shards are not inside of its replicas, as shard='{shard}' wants them" in said
+        assert f"whose outer dimension shards, but shard='{shard}' needs the inner one to" in said
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def whole_state_of_one_rank(rank: int, what: str) -> tuple[str, str, float]:
 def test_a_state_that_one_rank_alone_asks_for(started: Ranks, what: str) -> None:
     (kind, message, seconds), _ = started.run(2, whole_state_of_one_rank, what, group=5)
     assert kind == "AgreementError"
-    assert "rank 1 did not get here within 5 s" in message
+    assert "rank 1 did not arrive within 5 s" in message
     assert seconds < AT_ONCE
 
 
@@ -295,7 +295,7 @@ def test_a_gpu_that_comes_no_further_is_told_with_its_line(monkeypatch: pytest.M
         exec(compile(text, file, "exec"), {"wait": lambda _: watch.passed(), "u1_gather": None})
     events[0].done = True
     told = (
-        r"the GPU of rank 2 has not come past line 2 of backward, `u1 = wait\(u1_gather\)` \(run 3, backward\) for 11 s"
+        r"the GPU of rank 2 has been stuck at line 2 of backward, `u1 = wait\(u1_gather\)` \(run 3, backward\) for 11 s"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
