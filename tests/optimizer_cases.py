@@ -90,8 +90,8 @@ def torchs(name: str, kind: str = "", **given: Any) -> Case:
 
 AO, HF, FREE = "torchao 0.18.0", "transformers 5.24.0", "schedulefree 1.4.1"
 HEAVY, MORE = "heavyball 3.2.1", "pytorch_optimizer 4.1.0"
-NEEDS_WHOLE = "cannot step parameters that are sharded|steps otherwise where parameters are sharded"
-OTHERWISE_BESIDE = f"{NEEDS_WHOLE}|steps a parameter otherwise beside others"
+NEEDS_WHOLE = "cannot step parameters that are sharded|steps sharded parameters differently"
+OTHERWISE_BESIDE = f"{NEEDS_WHOLE}|steps a parameter differently beside others"
 
 CASES = (
     torchs("SGD", momentum=0.9, lr=0.05),

@@ -369,12 +369,12 @@ def test_a_train_step_steps_shards_alike(rank: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
-        ("Adafactor", "Adafactor steps otherwise where parameters are sharded"),
+        ("Adafactor", "Adafactor steps sharded parameters differently"),
         ("LBFGS", "0.weight: LBFGS flattens it, and 2 ranks do not divide its 9 rows"),
-        ("Normed", "Normed steps otherwise where parameters are sharded"),
+        ("Normed", "Normed steps sharded parameters differently"),
         pytest.param(
             "Adapting",
-            "Adapting steps otherwise where parameters are sharded",
+            "Adapting steps sharded parameters differently",
             marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 adds its sums up right"),
         ),
         ("Counting", "Counting adapts itself to all elements"),

@@ -493,11 +493,11 @@ class Proxy(torch.optim.SGD):
     ("kind", "found"),
     [
         (torch.optim.LBFGS, "LBFGS cannot step for some of its parameters alone: TypeError"),
-        (Busy, "Busy steps otherwise for some of its parameters alone than for all at once"),
-        (Measuring, "Measuring steps otherwise for some of its parameters alone than for all at once"),
+        (Busy, "Busy steps some of its parameters alone differently from all at once"),
+        (Measuring, "Measuring steps some of its parameters alone differently from all at once"),
         (Attribute, "changes its attribute 'count'"),
-        (Proxy, "Proxy only stands for another optimizer"),
-        (Together, "Together steps otherwise for some of its parameters alone than for all at once"),
+        (Proxy, "Proxy only wraps another optimizer"),
+        (Together, "Together steps some of its parameters alone differently from all at once"),
     ],
 )
 def test_an_optimizer_that_steps_all_at_once_is_refused(kind: type[torch.optim.Optimizer], found: str) -> None:
@@ -533,7 +533,7 @@ def test_a_schedule_that_begins_with_nothing_hides_nothing() -> None:
     optimizer = Together(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: number / 10)
     assert optimizer.param_groups[0]["lr"] == 0
-    with pytest.raises(zcompile.OptimizerError, match="steps otherwise for some of its parameters alone"):
+    with pytest.raises(zcompile.OptimizerError, match="steps some of its parameters alone differently"):
         zcompile.train_step(model, None, optimizer)
 
 

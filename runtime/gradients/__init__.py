@@ -1,1 +1,1 @@
-"""Gradients: delivered when a backward has ended, or used by the optimizer as they arrive."""
+"""Gradients: delivered at the end of a backward, or used by the optimizer as they arrive."""

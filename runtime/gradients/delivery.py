@@ -1,4 +1,4 @@
-"""Delivery of gradients: reduced shards into `.grad`, all of a backward at once."""
+"""Delivery of gradients: reduced shards are added to `.grad`, all those of a backward at once."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from zcompile.torch_internals.distributed import add_all
 from zcompile.torch_internals.dtensor import local_tensor
 
 Unreached = Callable[[], Collection[str]]
-"""Gives the parameters that no gradient has flowed to, on any rank, where those that are delivered are zeros; to be
-called once the ranks are known to be in step."""
+"""Returns the parameters that no gradient has reached on any rank, for which zeros are delivered; call it only once the
+ranks are known to be in step."""
 HOLDS = 0
-"""The mark of a rank that holds gradients back, in what it tells the others of a backward."""
+"""The mark, in the messages of a backward, of a rank that holds gradients back."""
 
 
 def _none() -> Collection[str]:
@@ -49,13 +49,13 @@ def _none() -> Collection[str]:
 
 @dataclass
 class _Backward:
-    """One backward while it runs: its gradients so far, and what is to be reduced at its end."""
+    """A backward that is running: its gradients so far, and what is reduced at its end."""
 
     keeps: bool
     """True if there were averaged gradients when it began."""
     gradients: list[tuple[Gradients, Unreached]] = field(default_factory=list)
     calls: list[RunExchange] = field(default_factory=list)
-    """What the ranks have told each other of its programs."""
+    """The ranks' exchanges about its programs."""
     late: list[Callable[[], Sequence[Gradients]]] = field(default_factory=list)
     events: list[torch.Event] = field(default_factory=list)
     may_overflow: bool = False
@@ -76,25 +76,26 @@ class Delivery:
         self.synchronises = True
         """False under `no_sync`: stages that keep full gradients hold them back."""
         self.flowing: Sequence[bool] | None = None
-        """Set before the backward of a program: to which results of its forward autograd brings a gradient."""
+        """Set before the backward of a program: which results of its forward get a gradient from autograd."""
         self.kinds: Sequence[Any] | None = None
-        """Set beside it where it brings none to some, and leaves that to the program: what autograd knows of them."""
+        """Set with `flowing` if some get none and the program has to handle that: what autograd knows of the
+        results."""
         self.results: int | None = None
-        """Set by the forward of a program: how many results it has given; None if others may stand among them."""
+        """Set by the forward of a program: its number of results; None if others may be among them."""
         self._running: dict[int, _Backward] = {}
 
     def forget(self) -> None:
-        """Drop what backwards that failed have left; called where no backward runs."""
+        """Drop what failed backwards have left; does nothing while a backward runs."""
         if backward_number() is None:
             self._running.clear()
 
     def enter(
         self, kind: RunKind, program: str, marks: Sequence[int] = (), variant: int = 0, *, is_new: bool = False
     ) -> RunExchange:
-        """Tell the other ranks of a part of the backward that runs now; see `Lockstep.enter`.
+        """Report a part of the current backward to the other ranks; see `Lockstep.enter`.
 
         Raises:
-            AgreementError: a run before is known to be out of step.
+            AgreementError: an earlier run is known to be out of step.
         """
         holds = [HOLDS] if any(unit.names_held() for unit in self.units.values()) else []
         running = self._current()
@@ -103,31 +104,31 @@ class Delivery:
         return call
 
     def add(self, gradients: Sequence[Gradients], unreached: Unreached = _none) -> None:
-        """Take gradients of the backward that runs now, for delivery at its end."""
+        """Collect gradients of the current backward, for delivery at its end."""
         running = self._current()
         running.gradients += [(one, unreached) for one in gradients]
         devices = {one.shards.communicator.device for one in gradients}
-        # Delivery runs on the caller's stream, which autograd joins only with the streams of its leaves. Streams are
-        # those of the model's device: the caller's current device may be another one.
+        # Delivery runs on the caller's stream, which autograd synchronizes only with the streams of its leaves. Use
+        # the model's device: the caller's current device may be another one.
         running.events += [current_stream(device).record_event() for device in devices if is_gpu(device)]
 
     def at_end(self, reduce: Callable[[], Sequence[Gradients]]) -> None:
-        """Call `reduce` when the backward that runs now has come to its end, and deliver what it gives."""
+        """Call `reduce` at the end of the current backward, and deliver its result."""
         self._current().late.append(reduce)
 
     def runs(self, number: int) -> bool:
-        """True if a backward that delivers gradients runs, and has not failed as far as is known."""
+        """True while the backward with this number delivers gradients, and is not known to have failed."""
         return number in self._running
 
     def expect_overflow(self) -> None:
-        """The backward that runs now carries scaled float16 gradients, of which an overflow must reach every rank."""
+        """The current backward has scaled float16 gradients, whose overflow must reach every rank."""
         self._current().may_overflow = True
 
     def discard(self) -> None:
-        """The backward that runs now was not asked for gradients of all parameters: deliver none.
+        """The current backward does not ask for gradients of all parameters: deliver none.
 
         Raises:
-            BackwardError: it was asked for those of some.
+            BackwardError: it asks for those of some.
         """
         self._current().discarded = True
         for unit in self.units.values():
@@ -139,7 +140,7 @@ class Delivery:
                     raise single_gradient_error(name)
 
     def reduce(self, bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Gradients:
-        """Average gradients of a unit over the ranks, now."""
+        """Average gradients of a unit over the ranks and wait for them."""
         return average(bound, list(grads), scattered=self.scatter)
 
     def _current(self) -> _Backward:
@@ -152,7 +153,7 @@ class Delivery:
         return self._running[number]
 
     def _has_gradients(self) -> bool:
-        """True if a parameter has an averaged gradient, to which another is added."""
+        """True if a parameter has an averaged gradient that this backward adds to."""
         with no_torch_function():
             grads = [(unit, name, one.grad) for unit in self.units.values() for name, one in unit.parameters.items()]
             return bool([name for unit, name, grad in grads if grad is not None and unit.held(name) is None])
@@ -172,19 +173,19 @@ class Delivery:
         for gradients in [one for one, _ in ended.gradients if is_gpu(one.shards.communicator.device)]:
             for tensor in gradients.tensors.values():
                 if is_gpu(tensor.device):
-                    # The backward's stream owns the memory: freed, it must not be used there while this one reads.
+                    # Allocated on the backward's stream, which must not reuse it while this stream still reads it.
                     tensor.record_stream(current_stream(tensor.device))
         for reduce in ended.late:
             ended.gradients += [(one, _none) for one in reduce()]
         if self.synchronises:
-            self.lockstep.check()  # what it raises leaves every `.grad` as it was
+            self.lockstep.check()  # if this raises, every `.grad` is as it was
             alone = self.lockstep.alone and any(unit.names_held() for unit in self.units.values())
             if alone or any(HOLDS in call.marks for call in ended.calls):
                 ended.gradients += [(one, _none) for one in self._reduce_rest()]
         for memory in {unit.memory for unit in self.units.values()}:
             memory.landed()
         changed: dict[str, UnitShards] = {}
-        # All are asked before the first is delivered: what one raises leaves every `.grad` as it was.
+        # Call all before the first is delivered: if one raises, every `.grad` is as it was.
         delivered = [(gradients, unreached()) for gradients, unreached in ended.gradients]
         del self._running[number]
         with no_torch_function():
@@ -207,7 +208,7 @@ class Delivery:
         run_hooks(holders)
 
     def _reduce_rest(self) -> list[Gradients]:
-        """Reduce what any rank holds back of parameters that this backward did not reach. Collective."""
+        """Reduce the gradients that any rank holds back for parameters that this backward did not reach. Collective."""
         named = [(unit, name) for unit in self.units.values() for name in unit.parameters]
         held = {name for unit in self.units.values() for name in unit.names_held() if not unit.is_taken(name)}
         flags = torch.tensor([name in held for _, name in named], dtype=torch.int32)
@@ -217,7 +218,7 @@ class Delivery:
         for unit in self.units.values():
             if params := tuple(param for param in unit.unit.params if param.name in waiting):
                 device = unit.communicator.device
-                # Zeros, to which the reduction adds what is held back.
+                # The reduction adds the held gradients to these zeros.
                 zeros = [torch.zeros(param.shape, dtype=param.dtype, device=device) for param in params]
                 rest.append(self.reduce(BoundUnit(unit, Unit(unit.unit.name, params)), zeros))
         return rest
@@ -225,34 +226,34 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A hook on a parameter without memory: a gradient that autograd carries there comes from reading it.
+    """A hook on a parameter without memory: autograd has a gradient for it only if it was read outside of programs.
 
     One of `register_hook`: it runs before the gradient is added to `.grad`, which may be a shard's.
     """
 
     name: str
     is_own = True
-    """No hook of the user's."""
+    """Not a hook of the user's."""
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        """Refuse the gradient, if there is one: a program brings none.
+        """Refuse the gradient, if there is one: programs give autograd none.
 
         Raises:
-            ParameterError: there is.
+            ParameterError: there is one.
         """
         if gradient is not None:
             raise read_outside(self.name)
 
 
 def read_outside(name: str) -> ParameterError:
-    """The refusal of what plain Python has read of a parameter that is sharded."""
+    """The error for plain Python that has read a sharded parameter."""
     why = "fullgraph=True shows what breaks the graph, or that recompile_limit is reached"
     fix = f"let torch.compile trace that code ({why}), or use zcompile.compile"
     return ParameterError(name, "was read outside of compiled graphs, where it is sharded", fix)
 
 
 def refuse_compiled_autograd() -> None:
-    """Refuse to deliver where hooks and ends of backwards come in another order, and gradients are added twice.
+    """Refuse compiled autograd, which reorders hooks and ends of backwards, and adds gradients twice.
 
     Raises:
         BackwardError: torch's compiled autograd runs the backward.
@@ -263,7 +264,7 @@ def refuse_compiled_autograd() -> None:
 
 
 def run_hooks(holders: Sequence[nn.Parameter]) -> None:
-    """Run the user's hooks of `register_post_accumulate_grad_hook`: the gradients are in `.grad`."""
+    """Run the user's hooks of `register_post_accumulate_grad_hook`, once the gradients are in `.grad`."""
     if have_post_accumulate_hooks(holders):
         for holder in holders:
             for hook in post_accumulate_hooks(holder):
@@ -271,7 +272,7 @@ def run_hooks(holders: Sequence[nn.Parameter]) -> None:
 
 
 def set_gradients(gradients: Gradients) -> list[nn.Parameter]:
-    """Put averaged gradients into `.grad` and run hooks; gives the parameters."""
+    """Put averaged gradients into `.grad` and run hooks; returns the parameters."""
     shards = gradients.shards
     with no_torch_function():
         for name, gradient in shards.gradients(gradients.tensors).items():
@@ -282,12 +283,12 @@ def set_gradients(gradients: Gradients) -> list[nn.Parameter]:
 
 
 def _spread_overflow(changed: Mapping[str, UnitShards], device: torch.device) -> None:
-    """Make gradients that are whole on every rank infinite on all of them where a shard on any rank is not finite.
+    """Make unsharded gradients infinite on all ranks if any gradient on any rank is not finite.
 
-    `changed`: the parameters that have got gradients. `device`: where the ranks' collectives run.
+    `changed`: the parameters that got gradients. `device`: where the ranks' collectives run.
 
-    GradScaler asks the other ranks only if the first gradient that it looks at is sharded; if that is a whole one, its
-    own finding must be that of all ranks already.
+    GradScaler asks the other ranks only if the first gradient that it checks is sharded; if that one is not, its own
+    finding must already be that of all ranks.
     """
     by_name = [(name, unit, unit.parameters[name].grad) for name, unit in changed.items()]
     gradients = [grad for _, _, grad in by_name if isinstance(grad, DTensor)]
@@ -303,9 +304,9 @@ def _spread_overflow(changed: Mapping[str, UnitShards], device: torch.device) ->
 
 
 def _given(gradients: Gradients, without: Collection[str]) -> dict[str, torch.Tensor]:
-    """The gradients that parameters get: not those `without` any, nor those that were frozen after their forward.
+    """The gradients to deliver: not those of `without`, nor of parameters that were frozen after their forward.
 
-    Autograd delivers nothing to these. With what is held back from before, this backward's gradient is one number.
+    Autograd delivers nothing to these. With a gradient held back before, this backward's gradient is one number.
     """
     shards = gradients.shards
     known = shards.parameters | shards.user_params
@@ -320,7 +321,7 @@ def _accumulate(shards: UnitShards, tensors: Mapping[str, torch.Tensor]) -> None
     """Add this rank's parts of averaged gradients of a unit to `.grad`."""
     for name, known in shards.user_params.items():
         if name in tensors and known.grad is None:
-            shards.parameters[name].grad = None  # the user has dropped it by the parameter that he knows
+            shards.parameters[name].grad = None  # the user has dropped it on their own parameter
     added = {name: grad for name in tensors if (grad := shards.parameters[name].grad) is not None}
     for name, grad in added.items():
         if isinstance(shards.parameters[name], DTensor) and not isinstance(grad, DTensor):
@@ -339,63 +340,63 @@ def _accumulate(shards: UnitShards, tensors: Mapping[str, torch.Tensor]) -> None
 
 @dataclass
 class Outside:
-    """What autograd has brought to parameters in the backwards that run: to plain ones (stage 0), past programs.
+    """Gradients that autograd computes outside of programs for plain parameters (stage 0) in the running backwards.
 
         hidden = compiled.encode(x)             # the model's own modules and methods: plain PyTorch
-        compiled.head(hidden).sum().backward()  # autograd brings this rank's own gradients to the parameters
+        compiled.head(hidden).sum().backward()  # autograd gives this rank's own gradients to the parameters
 
-    They are averaged like all others: what autograd brings is taken before it gets into `.grad`, averaged when the
-    backward has ended, and delivered with what programs give.
+    They are averaged like all others: hooks take them before they are added to `.grad`; they are averaged when the
+    backward has ended, and delivered with those of programs.
     """
 
     units: Mapping[str, UnitShards]
     delivery: Delivery
-    _brought: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """By the number of the backward, and the name of the parameter."""
+    _collected: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """By the number of the backward, then the name of the parameter."""
 
     def watch(self) -> None:
-        """Take what autograd brings to the parameters from now on."""
+        """Take the gradients that autograd computes for the parameters from now on."""
         for unit in self.units.values():
             for name, parameter in unit.parameters.items():
                 if parameter.requires_grad:
                     parameter.register_hook(EagerGradHook(self, name, parameter))
-                else:  # only what requires gradients takes hooks, and it may do so later
+                else:  # it takes a hook only if it requires a gradient, which it may do later
                     parameter.requires_grad_(True).register_hook(EagerGradHook(self, name, parameter))
                     parameter.requires_grad_(False)
 
     def take(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Take a gradient; gives the zeros that get into `.grad` in its place."""
+        """Take a gradient; returns zeros, which are added to `.grad` in its place."""
         number = backward_number()
         assert number is not None, "autograd calls hooks within a backward"
-        if number not in self._brought:  # a checkpoint runs a backward within another
-            self._brought = {n: brought for n, brought in self._brought.items() if self.delivery.runs(n)}
-            self._brought[number] = {}
-            self.delivery.at_end(lambda: self._reduce(self._brought.pop(number)))
-        brought = self._brought[number]
-        brought[name] = brought[name] + gradient if name in brought else gradient.clone()
+        if number not in self._collected:  # a checkpoint runs a backward within another
+            self._collected = {n: collected for n, collected in self._collected.items() if self.delivery.runs(n)}
+            self._collected[number] = {}
+            self.delivery.at_end(lambda: self._reduce(self._collected.pop(number)))
+        collected = self._collected[number]
+        collected[name] = collected[name] + gradient if name in collected else gradient.clone()
         return torch.zeros_like(gradient)
 
-    def _reduce(self, brought: Mapping[str, torch.Tensor]) -> Sequence[Gradients]:
-        """Average what any rank's autograd has brought. Collective."""
+    def _reduce(self, collected: Mapping[str, torch.Tensor]) -> Sequence[Gradients]:
+        """Average what autograd has computed on any rank. Collective."""
         if not self.delivery.synchronises:
-            return [accumulate(bound, grads) for bound, grads in self._bound(brought, set(brought))]
+            return [accumulate(bound, grads) for bound, grads in self._bound(collected, set(collected))]
         names = [name for unit in self.units.values() for name in unit.parameters]
         self.delivery.enter(RunKind.GRADIENTS, hashlib.sha256(b"outside of programs").hexdigest())
         self.delivery.lockstep.check()  # the host waits here anyway
         communicator = self.delivery.lockstep.communicator
-        flags = torch.tensor([name in brought for name in names], dtype=torch.int32)
+        flags = torch.tensor([name in collected for name in names], dtype=torch.int32)
         on_any = communicator.any_rank(flags).tolist()
         wanted = {name for name, flag in zip(names, on_any, strict=True) if flag}
-        return [self.delivery.reduce(bound, grads) for bound, grads in self._bound(brought, wanted)]
+        return [self.delivery.reduce(bound, grads) for bound, grads in self._bound(collected, wanted)]
 
     def _bound(
-        self, brought: Mapping[str, torch.Tensor], wanted: set[str]
+        self, collected: Mapping[str, torch.Tensor], wanted: set[str]
     ) -> Iterator[tuple[BoundUnit, list[torch.Tensor | None]]]:
-        """For each unit with `wanted` parameters their gradients, zeros where this rank has none."""
+        """Each unit with `wanted` parameters and their gradients; zeros where this rank has none."""
         for unit in self.units.values():
             if wanted.intersection(names := unit.unit.names):
                 full = [
-                    self._full(unit.parameters[name], brought.get(name)) if name in wanted else None for name in names
+                    self._full(unit.parameters[name], collected.get(name)) if name in wanted else None for name in names
                 ]
                 yield BoundUnit(unit, unit.unit), full
 
@@ -406,7 +407,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class EagerGradHook:
-    """A hook on a parameter."""
+    """A hook on a parameter that takes gradients which autograd computes."""
 
     outside: Outside
     name: str
@@ -416,9 +417,9 @@ class EagerGradHook:
     __torch_unserializable__ = True
 
     def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Take the gradient, unless it is not for `.grad`: `torch.autograd.grad` gets it as it is.
+        """Take the gradient, unless it is not for `.grad`: `torch.autograd.grad` gets it unchanged.
 
-        None: a program brings it.
+        None: a program delivers it.
 
         Raises:
             ParameterError: the parameter is tensor-parallel, or has a hook that would run before the average.

@@ -1,7 +1,7 @@
-"""Local steps: an optimizer steps this rank's parts as plain tensors where it treats each element by itself.
+"""Local steps: an optimizer steps this rank's parts as plain tensors if it treats each element by itself.
 
-torch's own mostly do, and on DTensors each of their operations costs a dispatch; of others a trial tells. A parameter
-with an owner is stepped there as a plain tensor by any optimizer; on the other ranks the optimizer does not see it.
+Most of torch's do, and on DTensors each of their operations costs a dispatch; others are tried. A parameter with an
+owner is stepped there as a plain tensor by any optimizer; on other ranks the optimizer does not see it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from zcompile.torch_internals.optimizers import innermost_hooks, no_step_hooks
 
 
 class LocalSteps:
-    """Which optimizers step local tensors, found out at the first step of each."""
+    """Which optimizers step local tensors, determined at the first step of each."""
 
     def __init__(self) -> None:
         self._found: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._known = WeakTensorKeyDictionary()
-        """The local parameter of each parameter, always the same: optimizers may keep state of their own by it."""
+        """The local parameter of each parameter, always the same object: optimizers may key state of their own by
+        it."""
         self._sets: WeakKeyDictionary[Optimizer, dict[Any, LocalParameters]] = WeakKeyDictionary()
-        """By the identities of the parameters in each group of a step."""
+        """By the ids of the parameters in each group of a step."""
 
     def wanted(self, optimizer: Optimizer) -> bool:
-        """True if `optimizer` is to step local tensors, be it only for those parameters that have an owner.
+        """True if `optimizer` is to step local tensors, even if only for parameters that have an owner.
 
         Collective at its first step, where it is tried on DTensors.
 
         Raises:
-            OptimizerError: on every rank: it cannot step parameters that are sharded, or would step them otherwise.
+            OptimizerError: on every rank: it cannot step sharded parameters, or would step them differently.
         """
         held = [param for param in parameters_held(optimizer) if isinstance(param, DTensor)]
         return self._steps_rows(optimizer) or any(owner_of(param) is not None for param in held)
@@ -56,12 +57,12 @@ class LocalSteps:
         return self._found[optimizer]
 
     def begin(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], *, whole: bool = True) -> LocalStep:
-        """A step of `optimizer` on local tensors, for the parameters in `groups`: `whole` if these are all that it has.
+        """A step of `optimizer` on local tensors for the parameters in `groups`; `whole`: these are all that it has.
 
-        Of such a step every group has a parameter: where other ranks own all of them one that nobody reads, as many
-        optimizers look at their first.
+        In such a step every group has a parameter, because many optimizers look at its first one: if other ranks own
+        all of a group's parameters, it gets a dummy.
         """
-        with no_torch_function():  # a parameter's own costs more than what it is asked for
+        with no_torch_function():  # a parameter's own costs more than these queries
             return LocalStep(optimizer, groups, self._local_parameters(optimizer, groups), whole=whole)
 
     def _local_parameters(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> LocalParameters:
@@ -76,14 +77,14 @@ class LocalSteps:
 
 
 _MOST_SETS = 4096
-"""Sets of an optimizer's parameters that are remembered; a train step has one for each unit."""
+"""Sets of an optimizer's parameters that are cached; a train step has one for each unit."""
 
 
 class LocalParameters:
-    """Plain parameters over the memory of this rank's parts, which an optimizer steps in place of its own.
+    """Plain parameters that alias this rank's parts, which an optimizer steps in place of its own.
 
-    They are made once for the groups of a step. What each step does, it does by few calls for all of them: models have
-    thousands of parameters, and on a GPU it is the host that the step waits for.
+    They are made once for the groups of a step. Each step then takes few calls for all of them: models have thousands
+    of parameters, and on a GPU a step is bound by the host.
     """
 
     def __init__(
@@ -93,12 +94,12 @@ class LocalParameters:
         *,
         rows: bool,
     ) -> None:
-        """`known`: the local parameters of other sets. `rows`: also of parameters whose rows are divided."""
-        self._held = [*itertools.chain(*groups)]  # nothing else gets their identities, by which the set is found
+        """`known`: the local parameters of other sets. `rows`: include parameters whose rows are divided."""
+        self._held = [*itertools.chain(*groups)]  # kept alive, so that their ids, the key of this set, are not reused
         self.sharded: list[DTensor] = []
         self.local: list[nn.Parameter] = []
         self.groups: list[list[torch.Tensor]] = [[] for _ in groups]
-        """What the optimizer has in each group: nothing that other ranks own."""
+        """The parameters that the optimizer sees in each group: none that other ranks own."""
         for params, mine in zip(groups, self.groups, strict=True):
             for param in params:
                 owner = owner_of(param)
@@ -115,32 +116,32 @@ class LocalParameters:
         self._others = {*map(id, self._held)} - self._stepped
 
     def refresh(self) -> None:
-        """Take over memory, attributes and gradients of the parameters."""
+        """Update memory, attributes and gradients from the parameters."""
         for param, mine, memory in zip(self.sharded, self.local, local_values(self.sharded), strict=True):
-            mine.data = memory  # whatever a step before has put there
+            mine.data = memory  # an earlier step may have replaced it
             mine.requires_grad = param.requires_grad
             mine.__dict__.update(param.__dict__)  # marks that the optimizer reads
         self.take_gradients()
 
     def take_gradients(self) -> None:
-        """Take over the gradients; collective where one has other placements than its parameter."""
+        """Update the gradients; collective if one has other placements than its parameter."""
         alike = gradients_laid_out_alike(self.sharded, ExplainedDTensor)
         for param, mine, gradient in zip(self.sharded, self.local, alike, strict=True):
             mine.grad = _local_gradient(param) if gradient is None else gradient
 
     def settle(self) -> None:
-        """After a step: what it has put into a `.data` gets into the parameter's memory, and gradients are let go."""
+        """After a step: copy a replaced `.data` into the parameter's memory, and drop gradients."""
         memories = local_values(self.sharded)
         addresses = zip(map(torch.Tensor.data_ptr, self.local), map(torch.Tensor.data_ptr, memories), strict=True)
         for mine, memory, (put, held) in zip(self.local, memories, addresses, strict=True):
             if put != held:
                 memory.copy_(mine.detach())
-            mine.grad = None  # it would outlive the parameter's, which is dropped before the next step
+            mine.grad = None  # or it would outlive the parameter's own, which is dropped before the next step
 
     def local_state(self, state: Mapping[Any, Any], *, whole: bool) -> defaultdict[Any, Any]:
-        """An optimizer's state, with local tensors of the parameters; if not `whole`, without other parameters' state.
+        """An optimizer's state with local tensors; if not `whole`, without the state of other parameters.
 
-        Tensors are looked for by their identity: to hash one is a call of Python's.
+        Tensors are looked up by id: hashing one is a Python call.
         """
         by_id = dict(zip(map(id, state), state.values(), strict=True))
         kept = [*map(by_id.get, map(id, self.sharded))]
@@ -155,7 +156,7 @@ class LocalParameters:
         return made
 
     def sharded_state(self, state: Mapping[Any, Any], before: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-        """What a step has left in local state, for the parameters, as DTensors; `before`: what they had then."""
+        """A step's local state as DTensors, for the parameters; `before`: their state before the step."""
         for param, mine in zip(self.sharded, self.local, strict=True):
             if mine in state:
                 old = before.get(param, {})
@@ -168,7 +169,7 @@ def _where(pairs: Iterable[tuple[Any, Any]], chosen: Iterable[bool]) -> Iterator
 
 
 class LocalStep:
-    """One step of `optimizer` on local tensors: `optimizer` in it shares its state, and has `groups` of them."""
+    """One step of `optimizer` on local tensors, by its attribute `optimizer`, which shares state and has `groups`."""
 
     def __init__(
         self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], params: LocalParameters, *, whole: bool
@@ -177,7 +178,7 @@ class LocalStep:
         params.refresh()
         local = [{**group, "params": [*mine]} for group, mine in zip(groups, params.groups, strict=True)]
         self.is_idle = not any(params.groups)
-        """True where other ranks own all parameters of the step."""
+        """True if other ranks own all parameters of the step."""
         self._unread: list[nn.Parameter] = []
         for group, mine in zip(groups, local, strict=True):
             if whole and group["params"] and not mine["params"]:
@@ -188,18 +189,18 @@ class LocalStep:
         self.optimizer = sharing(optimizer, param_groups=local, state=state)
 
     def refresh(self) -> None:
-        """Take over the gradients that a closure has brought."""
+        """Update the gradients after a closure."""
         with no_torch_function():
             self._params.take_gradients()
 
     def finish(self) -> None:
-        """Hand over what the step has left: state as DTensors that follow their parameters, groups, attributes."""
+        """Write back the results: state as DTensors placed like their parameters, groups, attributes."""
         stepped = self.optimizer
         with no_torch_function():
             self._params.settle()
             for unread in self._unread:
                 stepped.state.pop(unread, None)
-            if not _are_same(self._before, _contents(stepped.state)):  # else all of it was changed in place
+            if not _are_same(self._before, _contents(stepped.state)):  # otherwise all was changed in place
                 self._real.state.update(self._params.sharded_state(stepped.state, self._real.state))
         for group, left in zip(self._groups, stepped.param_groups, strict=True):
             group.update({key: value for key, value in left.items() if key != "params"})
@@ -208,7 +209,7 @@ class LocalStep:
 
 
 def _contents(state: Mapping[Any, Any]) -> list[Any]:
-    """All objects in an optimizer's state, with their keys, in their order."""
+    """All objects in an optimizer's state, with their keys, in order."""
     nested = [value for value in state.values() if value.__class__ is dict]
     named = [part for value in nested for key in value for part in (key, value[key])]
     return [*state, *state.values(), *named]
@@ -220,17 +221,17 @@ def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def plain_gradient(name: str) -> ParameterError:
-    """The refusal of a gradient that nobody has averaged."""
+    """The error for a plain gradient, which nobody has averaged."""
     problem = "is a DTensor, and its `.grad` was set to a plain tensor, by code or by a torch.autograd.Function"
-    fix = "change it by operations on it, which give a DTensor; give such a function parameter.clone()"
+    fix = "change it by operations on it, which return a DTensor; pass such a function parameter.clone()"
     return ParameterError(name, problem, fix)
 
 
 def _local_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of a gradient; collective where the user has given it other placements than its parameter's.
+    """This rank's part of a gradient; collective if the user has given it other placements than its parameter's.
 
     Raises:
-        ParameterError: it is a plain tensor, the parameter a DTensor.
+        ParameterError: it is a plain tensor, and the parameter a DTensor.
     """
     grad = param.grad
     if grad is None or not isinstance(param, DTensor):
@@ -246,10 +247,10 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor | None:
 
 
 class HookedStep:
-    """The next `optimizer.step()`, on local tensors, between the hooks of the optimizer's own.
+    """The next `optimizer.step()`, on local tensors, between the optimizer's own hooks.
 
-    These see and change the optimizer that they are registered on: what they do before the step is in it, and what they
-    do after it stays. To be removed once the step is over.
+    These see and change the optimizer on which they are registered: the step uses what they change before it, and keeps
+    what they change after it. Remove it once the step is over.
     """
 
     def __init__(self, optimizer: Optimizer, steps: LocalSteps) -> None:
@@ -260,13 +261,13 @@ class HookedStep:
     def _begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if args[0] is not optimizer:  # it holds parameters of two models, and the other's step is this one
+        if args[0] is not optimizer:  # it has parameters of two models, and the other model already runs this step
             return None
         self._local = self._steps.begin(optimizer, optimizer.param_groups)
         return (self._local.optimizer, *args[1:]), kwargs
 
     def refresh(self) -> None:
-        """Take over the gradients that a closure has brought."""
+        """Update the gradients after a closure."""
         if self._local is not None:
             self._local.refresh()
 
@@ -275,13 +276,13 @@ class HookedStep:
             self._local.finish()
 
     def remove(self) -> None:
-        """Leave the optimizer as it was."""
+        """Restore the optimizer."""
         for handle in self._handles:
             handle.remove()
 
 
 def _sharded(param: torch.Tensor, key: str, value: Any, before: Any) -> Any:
-    """State as it stands beside a parameter that is sharded."""
+    """A value of local state, as a DTensor placed like its parameter if it has the parameter's shape."""
     if isinstance(before, DTensor) and local_tensor(before) is value:
         return before
     follows = isinstance(value, torch.Tensor) and value.shape == local_tensor(param).shape and key != "step"

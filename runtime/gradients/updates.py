@@ -1,4 +1,4 @@
-"""Updates: an optimizer's step for some of its parameters, within the backward, as their gradients arrive."""
+"""Updates: optimizers step some of their parameters within the backward, as gradients arrive."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from zcompile.torch_internals.optimizers import unhooked_step
 
 
 class States(Protocol):
-    """Where the state of optimizers is between updates."""
+    """Where optimizer state is between updates."""
 
     def begin(self) -> None:
         """A step begins."""
 
     def before(self, parameters: Sequence[nn.Parameter]) -> None:
-        """These parameters, some of one unit's, are about to be updated: their state must be there."""
+        """These parameters, all of one unit, are about to be updated: make their state available."""
 
     def after(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """`optimizer` has updated these parameters."""
@@ -40,10 +40,10 @@ class States(Protocol):
 class Updater:
     """Steps optimizers for the parameters of one unit at a time.
 
-    The step that runs is the optimizer's own, on an object that shares its state and has the groups of the moment with
-    only these parameters in them. So it is as good as one step for all, if that treats each parameter by itself. What
-    it changes in its groups, such as a count of steps, is dropped: all start from the same, and the optimizer's own
-    step at the end (`finish`) changes them once.
+    The step is the optimizer's own, on an object that shares its state and whose groups have these parameters only. It
+    equals one step for all if the optimizer treats each parameter by itself. Changes to its groups, such as a step
+    count, are dropped: all units start from the same, and the optimizer's own step at the end (`finish`) makes them
+    once.
 
     Raises:
         OptimizerError: an optimizer does not (L-BFGS, those that count in attributes).
@@ -51,23 +51,23 @@ class Updater:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.slots = [_check_separable(optimizer) for optimizer in optimizers]
-        """What each optimizer keeps in the shape of a parameter, by name, with its dtype for one in float32."""
+        """The names of each optimizer's state in the shape of a parameter, with its dtype for a float32 parameter."""
         self.optimizers = optimizers
         self.states: States | None = None
-        """Where the optimizers' state is, if it is not in the device's memory."""
+        """Where optimizer state is, if it is not in the device's memory."""
         self._local = LocalSteps()
         self._seen: list[list[int]] = []
-        """The identities of the parameters in all groups when the next two were made."""
+        """The ids of the parameters in all groups when the next two were made."""
         self._groups: dict[int, list[tuple[Optimizer, int]]] = {}
-        """By the identity of a parameter: the optimizers that hold it, and the group in which they do."""
+        """By the id of a parameter: the optimizers that have it, and the number of the group."""
         self._steps: dict[tuple[str, ...], list[tuple[Optimizer, dict[int, list[nn.Parameter]]]]] = {}
-        """By the parameters of an update: the optimizers that step for them, which have some by number of the group."""
+        """By the names of an update's parameters: the optimizers that step, with their parameters by group number."""
         self._by_rows: dict[Optimizer, bool] = {}
-        """Which optimizers step this rank's parts as plain tensors in the step that runs."""
+        """Which optimizers step this rank's parts as plain tensors in the current step."""
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around the backward that updates. Behind it, failed or not, the optimizers' state may be read and written."""
+        """Around the backward that updates. After it, even if it fails, optimizer state may be read and written."""
         self._read_groups()
         try:
             if self.states is not None:
@@ -78,7 +78,7 @@ class Updater:
                 self.states.end()
 
     def _read_groups(self) -> None:
-        """They may have grown since the last step."""
+        """Groups may have grown since the last step."""
         self._by_rows = {optimizer: self._local.wanted(optimizer) for optimizer in self.optimizers}
         groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
         if (seen := [[*map(id, params)] for params in groups]) == self._seen:
@@ -91,7 +91,7 @@ class Updater:
 
     @torch.no_grad()
     def __call__(self, gradients: Gradients) -> None:
-        """Step every optimizer for the parameters whose gradients these are."""
+        """Step every optimizer for the parameters of `gradients`."""
         shards = gradients.shards
         parameters = [shards.parameters[name] for name in gradients.tensors]
         try:
@@ -108,10 +108,10 @@ class Updater:
                     parameter.grad = None
 
     def finish(self) -> None:
-        """Step the optimizers for what has a gradient still: parameters that are not the model's.
+        """Step the optimizers for parameters that still have a gradient: those that are not the model's.
 
-        It is their own `step`, so schedules and hooks behind it see one. The others are not in the groups meanwhile: to
-        some optimizers a parameter without a gradient is an error, or decays.
+        This calls their own `step`, so schedulers and hooks see one step. All other parameters are out of the groups
+        meanwhile: some optimizers raise for a parameter without a gradient, or decay it.
         """
         for optimizer in self.optimizers:
             groups = optimizer.param_groups
@@ -128,7 +128,7 @@ class Updater:
     def _held(
         self, names: tuple[str, ...], parameters: Sequence[nn.Parameter]
     ) -> list[tuple[Optimizer, dict[int, list[nn.Parameter]]]]:
-        """The optimizers that hold some of `parameters`, called `names`, with these by the number of their group."""
+        """The optimizers of `parameters`, which are called `names`, each with its parameters by group number."""
         if names not in self._steps:
             result: dict[int, tuple[Optimizer, dict[int, list[nn.Parameter]]]] = {}
             for parameter in parameters:
@@ -140,7 +140,7 @@ class Updater:
 
 
 def _step(optimizer: Optimizer, groups: dict[int, list[nn.Parameter]], local: LocalSteps | None = None) -> None:
-    """Step `optimizer` for the parameters in `groups` alone; with `local` this rank's parts as plain tensors."""
+    """Step `optimizer` for the parameters in `groups` only; with `local`, this rank's parts as plain tensors."""
     narrowed = [{**optimizer.param_groups[number], "params": params} for number, params in sorted(groups.items())]
     if local is None:
         unhooked_step(sharing(optimizer, param_groups=narrowed))
@@ -153,18 +153,18 @@ def _step(optimizer: Optimizer, groups: dict[int, list[nn.Parameter]], local: Lo
 
 
 def _check_separable(optimizer: Optimizer) -> dict[str, torch.dtype]:
-    """Compare steps for two parameters at once with steps for one after the other, in groups as the optimizer has them.
+    """Compare steps for two parameters at once with steps for one after the other, with the options of each group.
 
-    Returns what the optimizer keeps in the shape of a parameter.
+    Returns the names and dtypes of the optimizer's state in the shape of a parameter.
 
     Raises:
-        OptimizerError: they differ, in the parameters or in what a step leaves in its groups.
+        OptimizerError: they differ, in the parameters or in the groups after a step.
     """
     kind, fix = type(optimizer).__name__, "use the loop: loss.backward(); optimizer.step(); optimizer.zero_grad()"
     groups: list[dict[str, Any]] = []
     if sharing(optimizer, param_groups=groups).param_groups is not groups:
-        problem = f"{kind} only stands for another optimizer"
-        raise OptimizerError("optimizer", problem, "give the one that it stands for")
+        problem = f"{kind} only wraps another optimizer"
+        raise OptimizerError("optimizer", problem, "give the one that it wraps")
     slots: dict[str, torch.dtype] = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
@@ -177,7 +177,7 @@ def _check_separable(optimizer: Optimizer) -> dict[str, torch.dtype]:
                 raise OptimizerError("optimizer", problem, fix) from error
             same = all(_equal(group.get(key), after.get(key)) for key in {**group, **after})
             if not same or any(not torch.equal(one, other) for one, other in zip(together, apart, strict=True)):
-                problem = f"{kind} steps otherwise for some of its parameters alone than for all at once"
+                problem = f"{kind} steps some of its parameters alone differently from all at once"
                 raise OptimizerError("optimizer", problem, fix)
         kept = {n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
         slots |= {name: value.dtype for name, value in kept.items() if value.shape == together[0].shape}
@@ -187,17 +187,17 @@ def _check_separable(optimizer: Optimizer) -> dict[str, torch.dtype]:
 def _tried(
     optimizer: Optimizer, options: dict[str, Any], scale: float, *, apart: bool
 ) -> tuple[list[torch.Tensor], dict[str, Any], dict[str, Any]]:
-    """Two parameters after three steps, taken at once or one after the other; options of the group; state of the first.
+    """Two parameters after three steps, at once or one after the other; options of the group; state of the first.
 
     Raises:
-        ValueError: a step changes an attribute, which one for a part of the group would not keep, or no parameter.
+        ValueError: a step changes an attribute, which would be lost in a step for part of a group; or no parameter.
     """
     devices = (p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta)
     device = next(devices, torch.device("cpu"))
     values = torch.arange(32, dtype=torch.float32, device=device).view(2, 4, 4) / 32
     parameters = [nn.Parameter(value.clone()) for value in values]
     group = {**copy.deepcopy(options), "params": parameters}
-    if "lr" in group:  # a schedule may begin with none
+    if "lr" in group:  # a schedule may begin at 0
         group["lr"] = torch.full_like(group["lr"], _RATE) if isinstance(group["lr"], torch.Tensor) else _RATE
     tried = sharing(optimizer, state=first_state(optimizer, group), param_groups=[group])
     attributes = dict(tried.__dict__)
