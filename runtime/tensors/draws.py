@@ -1,10 +1,10 @@
-"""Random draws: each rank keeps its rows of what plain PyTorch would draw for the whole of a tensor.
+"""Random draws: each rank keeps its rows of what plain PyTorch would draw for the whole tensor.
 
     weight.normal_()      rank 0: rows 0..3 of the whole    rank 1: rows 4..7    (of DTensor's own: the same rows twice)
 
-So ranks that are seeded alike get the numbers of every other stage, and their generators go on alike, also of those
-without rows. The memory of the whole is free again at once. Where ranks are seeded apart, each row is as the rank that
-keeps it has drawn it; what several ranks keep is as the first of them has drawn it.
+So ranks with equal seeds get the same numbers as in any other stage, and their generators stay equal, even on ranks
+without rows. The memory of the whole is freed at once. With different seeds, each row is as its rank has drawn it, and
+what several ranks keep is as the first of them has drawn it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _OVER_ANYTHING = frozenset(
     "normal_ uniform_ exponential_ geometric_ cauchy_ log_normal_ random_ bernoulli_ kaiming_uniform_ rand_like "  # noqa: SIM905
     "randn_like randint_like eye".split()
 )
-"""What does not read the tensor that it writes to, or is like."""
+"""Functions that do not read the values of the tensor that they write to, or whose shape they take."""
 OF_WHOLE = _OVER_ANYTHING | frozenset(
     "normal bernoulli poisson binomial multinomial dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout "  # noqa: SIM905
     "feature_dropout_ feature_alpha_dropout feature_alpha_dropout_ dropout1d dropout2d dropout3d native_dropout "
     "rrelu rrelu_ rrelu_with_noise rrelu_with_noise_ gumbel_softmax svd_lowrank pca_lowrank lobpcg __setitem__ "
     "argmax argmin mse_loss l1_loss smooth_l1_loss huber_loss".split()
 )
-"""The names of functions that draw random numbers; that write or give indices, which are those of the whole; and of
-means, which DTensor takes of each rank's part alike, however many rows it has."""
+"""Names of functions that draw random numbers, write or return indices into the whole, or take means, which DTensor
+averages over ranks equally, however many rows each has."""
 ALONG = ("any", "all")
-"""What DTensor counts, rather than asks, along the dimension that is divided."""
+"""Functions that DTensor sums along the divided dimension, as counts, in place of a logical result."""
 _OF_OTHER_ROWS = frozenset([*ALONG, "argmax", "argmin", "multinomial", "svd_lowrank", "pca_lowrank", "lobpcg"])
-"""What gives something else than elements of the tensor, of whatever shape that is."""
+"""Functions whose results are not elements of the tensor, whatever their shape."""
 _FIX = "compute it in the forward of the module that owns it, or take its full_tensor() on every rank"
 
 
@@ -49,10 +49,10 @@ class Draw:
     """One call of a function that draws.
 
     Args:
-        name: Of the function.
-        first: The first tensor that it was given.
-        watched: What is around collectives.
-        explain: Makes a result one of which collectives are watched, too.
+        name: The function's name.
+        first: The first tensor among its arguments.
+        watched: Context for collectives.
+        explain: Makes a result one whose collectives are watched, too.
     """
 
     name: str
@@ -61,10 +61,10 @@ class Draw:
     explain: Callable[[DTensor], object]
 
     def result(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What `func` gives and writes. Collective where ranks have something alike, or values of the tensors are read.
+        """Call `func`, and divide what it returns and writes. Collective if ranks share a part, or tensors are read.
 
         Raises:
-            ParameterError: it would be differentiated; or it writes a sum whose parts are not added yet.
+            ParameterError: it would be differentiated; or it writes a sum whose parts have not been added yet.
         """
         tensors = {id(leaf): leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, DTensor)}
         wholes = {key: self._whole(tensor) for key, tensor in tensors.items()}
@@ -81,14 +81,14 @@ class Draw:
         )
 
     def _whole(self, tensor: DTensor) -> torch.Tensor:
-        """Memory for all of a tensor, with its values if the function reads them."""
+        """Memory for a whole tensor, with its values if the function reads them."""
         local = local_tensor(tensor)
         if tensor is self.first and self.name in _OVER_ANYTHING:
             whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
         else:
             detached: Any = tensor.detach()
             whole = detached.full_tensor().clone()
-        # As torch refuses to write to what is differentiated.
+        # So that torch refuses in-place writes to a leaf that requires a gradient.
         return whole.requires_grad_(tensor.requires_grad and torch.is_grad_enabled())
 
     def _write(self, tensor: DTensor, whole: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ class Draw:
         local_tensor(tensor).copy_(self._from_first_rank(mine, [not one.is_shard() for one in tensor.placements]))
 
     def _kept(self, whole: torch.Tensor) -> DTensor:
-        """This rank's part of what was drawn: rows of a tensor that is shaped like the first, all of another one."""
+        """This rank's part of a result: its rows if it is shaped like the first tensor, otherwise all of it."""
         first = self.first
         if whole.requires_grad:
             problem = f"{self.name} reads this parameter outside of a program, where it is sharded"
@@ -114,7 +114,7 @@ class Draw:
         return made
 
     def _from_first_rank(self, mine: torch.Tensor, along: list[bool]) -> torch.Tensor:
-        """`mine` as the first rank has it `along` dimensions of the mesh."""
+        """`mine` of the first rank `along` these dimensions of the mesh."""
         mesh = self.first.device_mesh
         groups = [mesh.get_group(dim) for dim, alike in enumerate(along) if alike and mesh.size(dim) > 1]
         if not groups or not mine.numel():

@@ -1,7 +1,7 @@
-"""DTensors of which torch's own collectives say for whom they wait, and name who has stayed away.
+"""DTensors whose torch collectives report which ranks they wait for, and name those that stayed away.
 
-`clip_grad_norm_`, `full_tensor()` and the like communicate outside of programs, by torch's collectives: a rank that
-leaves one out would leave the others with an error of gloo's, which says nothing of ranks or calls.
+`clip_grad_norm_`, `full_tensor()` and the like use torch's collectives outside of programs: a rank that leaves one out
+would leave the others with an error of gloo's that names neither ranks nor calls.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from zcompile.torch_internals.pytree import tree_leaves
 
 @supports_foreach
 class ExplainedDTensor(DTensor):
-    """A sharded gradient, or a sum over shards on its way to be one. Copies and pickles of it are plain DTensors."""
+    """A sharded gradient, or a sum over shards. Copies and pickles of it are plain DTensors."""
 
     zcompile_waits: weakref.ref[Waits] | None = None
-    """Of the model's ranks. Weak: a cycle through tensors, of which autograd holds some, would never be freed."""
+    """Those of the model's ranks. Weak: a cycle through tensors that autograd holds would never be freed."""
     zcompile_owner: int | None = None
-    """The one rank that has all of it, if that is so: see `runtime.tensors.owned`."""
+    """The rank that owns all of it, if there is one: see `runtime.tensors.owned`."""
     zcompile_copied: bool = False
-    """True of a view in other rows than a rank has, for which torch has gathered them: writes to it would be lost."""
+    """True for a view of rows that this rank lacks, which torch has gathered into a copy: writes would be lost."""
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As DTensor's. Collective.
 
         Raises:
-            GroupError: naming the ranks that have not come, and the line that has called it.
-            ParameterError: one rank has all of it, and `placements` is not that every rank gets it.
+            GroupError: names the ranks that have not come, and the calling line.
+            ParameterError: one rank owns it, and `placements` are not all `Replicate`.
         """
         if self.zcompile_owner is not None:
             wanted = kwargs.get("placements", args[1] if len(args) > 1 else None)
@@ -65,7 +65,7 @@ class ExplainedDTensor(DTensor):
         """As DTensor's. Collective.
 
         Raises:
-            GroupError: naming the ranks that have not come, and the line that has called it.
+            GroupError: names the ranks that have not come, and the calling line.
         """
         with watched(self, "full_tensor"):
             if self.zcompile_owner is not None:
@@ -73,26 +73,26 @@ class ExplainedDTensor(DTensor):
             return super().full_tensor(grad_placements=grad_placements)
 
     def __deepcopy__(self, _: object) -> DTensor:
-        """One with memory of its own; torch's own way fails on a view of a larger storage."""
+        """A copy with memory of its own; torch's deepcopy fails on a view of a larger storage."""
         return laid_out_like(self, local_tensor(self).clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the plain DTensor that it is to others, who may not have zcompile.
+        """Pickle it as a plain DTensor, for readers without zcompile.
 
         Raises:
-            ParameterError: one rank has all of it, which a plain DTensor cannot say.
+            ParameterError: one rank owns it, which a plain DTensor cannot express.
         """
         if self.zcompile_owner is not None:
             refuse(self, "pickling", fix="save its full_tensor(), or the model by compiled.save_checkpoint(folder)")
         return copyable(self).__reduce_ex__(protocol)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """What torch.distributed.checkpoint writes of it on this rank."""
+        """The parts that torch.distributed.checkpoint writes on this rank."""
         items: list[Any] = super().__create_write_items__(fqn, object) if self.zcompile_owner is None else []
         return items if self.zcompile_owner is None else write_items_of(fqn, self)
 
     def __create_chunk_list__(self) -> list[Any]:
-        """What torch.distributed.checkpoint reads of it on this rank."""
+        """The parts that torch.distributed.checkpoint reads on this rank."""
         if self.zcompile_owner is not None:
             return chunks_of(self)
         chunks: list[Any] = super().__create_chunk_list__()
@@ -106,11 +106,11 @@ class ExplainedDTensor(DTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do `func`; of what it gives, sums over the shards are explained, and made whole when they are read.
+        """Call `func`; sums over shards in its result are explained, and reduced when they are read.
 
         Raises:
-            GroupError: naming the ranks that have not come, and the line that has called it.
-            ParameterError: it takes gradients of which some are plain tensors, or such of which one rank has all.
+            GroupError: names the ranks that have not come, and the calling line.
+            ParameterError: some of its arguments are plain tensors, or it does not support tensors that a rank owns.
         """
         if func in _READS and (number := _number_of(args[0])) is not None:
             return func(number, *args[1:], **(kwargs or {}))
@@ -135,7 +135,7 @@ class ExplainedDTensor(DTensor):
             raise ParameterError("gradients", problem, fix) from error
         if held is not None:
             if name in _NORMS and isinstance(result, DTensor):
-                # The root is taken of its parts: torch would take the sum of such parts for a sum of norms.
+                # Reduce it now: torch would take a sum of such partial norms for a sum of norms.
                 result = made_whole(result, held, "norm")
             explain_results(func, result, given, waits_of(held))
             if owner is not None:
@@ -144,7 +144,7 @@ class ExplainedDTensor(DTensor):
 
 
 def explain(tensor: DTensor, waits: Waits | None) -> ExplainedDTensor:
-    """`tensor` itself, as one whose collectives are explained."""
+    """Turn `tensor` itself into one whose collectives are explained."""
     tensor.__class__ = ExplainedDTensor
     assert isinstance(tensor, ExplainedDTensor), "its class was set"
     tensor.zcompile_waits = None if waits is None else weakref.ref(waits)
@@ -154,7 +154,7 @@ def explain(tensor: DTensor, waits: Waits | None) -> ExplainedDTensor:
 def gradients_like(
     parameters: Sequence[ExplainedDTensor], parts: Sequence[torch.Tensor], waits: Waits | None
 ) -> list[ExplainedDTensor]:
-    """Gradients of parameters over these parts of this rank's, of the same shapes and dtypes."""
+    """Gradients of parameters, aliasing `parts`, this rank's parts of the same shapes and dtypes."""
     made: list[Any] = all_laid_out_like(parameters, parts, ExplainedDTensor)
     reference = None if waits is None else weakref.ref(waits)
     for gradient, parameter in zip(made, parameters, strict=True):
@@ -164,17 +164,17 @@ def gradients_like(
 
 
 def explain_results(func: Callable[..., Any], result: Any, given: Sequence[Any], waits: Waits | None) -> None:
-    """Let what `func` gives be explained, as what is computed of it may be a sum over shards.
+    """Explain the results of `func`: what is computed from them may be a sum over shards.
 
-    Of operations on lists, which optimizers compute with, these sums alone. What a step of an optimizer makes for its
-    state stays DTensors, and so do its views: some compile their steps, and torch.compile expects that class.
+    Of operations on lists, which optimizers use, only such sums. State that an optimizer step creates stays plain
+    DTensors, and so do its views: some compile their steps, and torch.compile expects that class.
     """
     name = getattr(func, "__name__", "")
     alone = not name.startswith("_foreach_")
     if alone and (waits is None or waits.reporting.stepping):
         alone = not name.endswith("_like")
         if alone and name not in _SAME_SHAPE and isinstance(result, DTensor):
-            memory = _memory_of(result)  # no address: that of a rank without rows is 0
+            memory = _memory_of(result)  # not the address, which is 0 on a rank without rows
             alone = all(_memory_of(one) != memory for one in given if isinstance(one, DTensor))
     for one in result if isinstance(result, (list, tuple)) else [result]:
         is_new = type(one) is DTensor and one.grad_fn is None and not any(one is arg for arg in given)
@@ -183,11 +183,11 @@ def explain_results(func: Callable[..., Any], result: Any, given: Sequence[Any],
 
 
 _VIEWS = frozenset("__getitem__ select narrow chunk split tensor_split unbind unsafe_chunk diagonal __iter__".split())  # noqa: SIM905
-"""What gives views of some rows, where plain tensors are concerned."""
+"""Functions that return views of some rows, given plain tensors."""
 
 
 def _is_copy(view: DTensor, given: Sequence[Any]) -> bool:
-    """True if what would be a view of `given` is none. Indices that are tensors and lists give a copy in any case."""
+    """True if an expected view of `given` is a copy. Indexing by tensors and lists always copies."""
     parts = [part for arg in given[1:] for part in (arg if isinstance(arg, tuple) else (arg,))]
     if any(isinstance(part, (list, torch.Tensor)) for part in parts):
         return False
@@ -195,7 +195,7 @@ def _is_copy(view: DTensor, given: Sequence[Any]) -> bool:
 
 
 def made_whole(result: DTensor, tensor: ExplainedDTensor | None, what: str) -> DTensor:
-    """A sum over the shards of `tensor`, or a norm, whose parts are added. Collective if there are parts."""
+    """A sum over the shards of `tensor`, or a norm, after adding its parts. Collective if there are parts."""
     if tensor is None or not any(placement.is_partial() for placement in result.placements):
         return result
     with watched(tensor, what):
@@ -207,11 +207,11 @@ def _memory_of(tensor: DTensor) -> StorageWeakRef:
 
 
 _SAME_SHAPE = ("detach", "to", "float", "double", "cpu")
-"""What may give the same memory, and is read as what it was given is."""
+"""Functions that may return the same memory, for results that are read like their argument."""
 
 
 def _number_of(tensor: object) -> torch.Tensor | None:
-    """The value of a tensor of one element, on every rank; None of anything else. Collective for a sum over shards.
+    """The value of a one-element tensor, on every rank; None for anything else. Collective for a sum over shards.
 
     torch would read this rank's part of the sum. The only element of a shard is read where it is, as torch does.
     """
@@ -227,11 +227,11 @@ _READING = (
     "item tolist numpy is_nonzero __array__ __float__ __int__ __bool__ __index__ __complex__ __format__".split()  # noqa: SIM905
 )
 _READS = frozenset(getattr(torch.Tensor, name) for name in _READING) | {torch.is_nonzero}
-"""What reads the value of a tensor of one element."""
+"""Functions that read the value of a one-element tensor."""
 
 
 def with_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Arguments of a norm or an extreme; a tensor of which this rank has no rows is filled for it."""
+    """Arguments of a norm or an extreme; a tensor without rows on this rank gets neutral elements."""
     name = getattr(func, "__name__", "")
     if name not in _FILLS or (name in _COMPARES and (len(args) > 1 or kwargs)):
         return args
@@ -245,7 +245,7 @@ def with_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
             return one
         sizes, limits = local_tensor(one).shape, _limits(one.dtype)
         along = range(len(sizes)) if dims in (None, (), []) else [dims] if isinstance(dims, int) else dims
-        if all(sizes[dim] for dim in along):  # rows stay rows: none of none
+        if all(sizes[dim] for dim in along):  # without rows, as the result will be
             return one
         return laid_out_like(one, local_tensor(one).new_full([max(size, 1) for size in sizes], limits[fill]))
 
@@ -253,12 +253,12 @@ def with_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def _is_negative(order: object) -> bool:
-    """True of a norm that takes the least element, or mostly that."""
+    """True for the order of a norm that takes the least element, or is dominated by it."""
     return isinstance(order, (int, float)) and order < 0
 
 
 def _limits(dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    """The least number of a dtype, zero, and the largest one."""
+    """The least number of a dtype, zero, and the largest number."""
     if dtype.is_floating_point or dtype.is_complex:
         return -math.inf, 0.0, math.inf
     return (False, False, True) if dtype is torch.bool else (torch.iinfo(dtype).min, 0, torch.iinfo(dtype).max)
@@ -266,17 +266,17 @@ def _limits(dtype: torch.dtype) -> tuple[Any, Any, Any]:
 
 _NORMS = ("norm", "linalg_vector_norm", "_foreach_norm")
 _COMPARES = ("max", "min")
-"""What takes another tensor, too, or a dimension, along which torch asks for all rows."""
+"""Functions that also take another tensor, or a dimension, along which torch gathers all rows."""
 _FILLS = {
     **dict.fromkeys(_NORMS, 1),
     **dict.fromkeys(("max", "amax", "_foreach_max"), 0),
     **dict.fromkeys(("min", "amin"), 2),
 }
-"""Which of `_limits` changes nothing."""
+"""The index in `_limits` of the neutral element."""
 
 
 def drawn(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What `func`, which draws random numbers, gives and writes; see `runtime.tensors.draws`."""
+    """The result of `func`, which draws random numbers; see `runtime.tensors.draws`."""
     first = next(leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, ExplainedDTensor))
     name = func.__name__
     check_not_written(func, args, kwargs)
@@ -284,7 +284,7 @@ def drawn(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def needs_all(error: RuntimeError) -> bool:
-    """True of what torch raises where it does not know what to do with shards."""
+    """True for errors that torch raises if it does not support an operation on shards."""
     return isinstance(error, NotImplementedError) or any(words in str(error) for words in _OF_SHARDS)
 
 
@@ -292,7 +292,7 @@ _OF_SHARDS = ("Sharding propagation failed", "sharded dim", "unevenly sharded", 
 
 
 def unknown(func: Callable[..., Any], tensor: object) -> ParameterError:
-    """The refusal of what torch cannot do with shards."""
+    """The error for an operation that torch does not support on shards."""
     name = getattr(func, "__name__", "an operation")
     called = getattr(tensor, "zcompile_name", "a gradient, or what was made of a shard")
     fix = "take its full_tensor() on every rank; give a parameter its values before zcompile.compile"
@@ -313,14 +313,14 @@ def check_not_written(func: Callable[..., Any], args: Sequence[Any], kwargs: Map
 
 
 def explainer(args: Sequence[Any]) -> Callable[[DTensor], object]:
-    """What explains the collectives of a result of `args` as theirs."""
+    """Explains results with the waits of the first such tensor in `args`."""
     tensor = first_held(args)
     waits = None if tensor is None else waits_of(tensor)
     return lambda made: explain(made, waits)
 
 
 def laid_out_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor of the same ranks' parts as `tensor` over another local tensor."""
+    """A DTensor divided like `tensor` over another local tensor."""
     made = with_local(tensor, local)
     if (owner := owner_of(tensor)) is not None:
         explain(made, waits_of(tensor) if isinstance(tensor, ExplainedDTensor) else None)
@@ -329,16 +329,16 @@ def laid_out_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def waits_of(tensor: ExplainedDTensor) -> Waits | None:
-    """None where nobody is to be named: on one rank, or once the model is gone."""
+    """The waits of a tensor; None if there is no rank to name: on one rank, or once the model is gone."""
     return None if tensor.zcompile_waits is None else tensor.zcompile_waits()
 
 
 @contextlib.contextmanager
 def explained(func: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
-    """Around an operation on such tensors. Where it sums over ranks, as it does of a `Partial`, waits are told of, too.
+    """Around an operation on such tensors. If it may sum over ranks, because of a `Partial`, report long waits, too.
 
     Raises:
-        GroupError: naming the ranks that have not come, and the line that has called it.
+        GroupError: names the ranks that have not come, and the calling line.
     """
     tensor, name = first_held(args), getattr(func, "__name__", "an operation")
     if tensor is None or (waits := waits_of(tensor)) is None:
@@ -356,14 +356,14 @@ def explained(func: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
 
 
 def watched(tensor: ExplainedDTensor, name: str) -> contextlib.AbstractContextManager[None]:
-    """Around a collective of all ranks that `held` lies on."""
+    """Around a collective of all ranks of `tensor`."""
     if (waits := waits_of(tensor)) is None:
         return contextlib.nullcontext()
     return waits.watched(name, _others(tensor, waits))
 
 
 def first_held(args: Sequence[Any]) -> ExplainedDTensor | None:
-    """The first of such tensors among arguments, which may be lists of them."""
+    """The first `ExplainedDTensor` among arguments, which may be lists of them."""
     for arg in args:
         for one in arg if isinstance(arg, (list, tuple)) else (arg,):
             if isinstance(one, ExplainedDTensor):

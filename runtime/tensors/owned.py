@@ -1,10 +1,10 @@
-"""Tensors of which one rank has everything: parameters with an owner, their gradients, what an optimizer keeps of them.
+"""Tensors that one rank owns whole: parameters with an owner, their gradients, and optimizer state in their shape.
 
     weight [8, 6], owner 1          rank 0: [0, 6]          rank 1: [8, 6]          rank 2: [0, 6]
 
-To torch such a DTensor is one of `Shard(0)`, of which the others' shards are empty. So it is for what treats each
-element by itself, and for norms: clipping, GradScaler and AdamW do with it what they do with any. Everything else in
-torch computes from the shape which rows a rank has, which here would be wrong; it is refused.
+To torch such a DTensor is `Shard(0)` with empty shards on the other ranks. That is right for functions that treat each
+element by itself, and for norms: clipping, GradScaler and AdamW work on it unchanged. All others in torch compute from
+the shape which rows a rank has, which would be wrong here; they are refused.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ _KNOWN = frozenset(
     + [f"{name}{place}" for name in f"{_MOVES} {_OF_ELEMENTS}".split() for place in ("", "_")]
     + [f"__{before}{name}__" for name in _OPERATORS.split() for before in ("", "i", "r")]
 )
-"""What functions may be called whose result a rank has from its own part of the arguments."""
+"""Functions whose result on a rank depends only on its own part of the arguments."""
 _LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
-"""How those are called that do so for lists of tensors."""
+"""Prefixes of such functions for lists of tensors."""
 _FIX = "take its full_tensor() on every rank, or compute it in an optimizer's step, which has it whole on its owner"
 
 
 def owner_of(tensor: object) -> int | None:
-    """The rank, of those that shard, that has all of a tensor; None: its rows are divided, or every rank has it."""
+    """The rank, of those that shard, that owns a tensor whole; None if its rows are divided, or every rank has it."""
     return getattr(tensor, "zcompile_owner", None) if isinstance(tensor, DTensor) else None
 
 
 def set_owner(tensor: DTensor, owner: int | None) -> None:
-    """Say which rank has all of `tensor`: of a class that knows what that means."""
+    """Set the rank that owns `tensor`, whose class must support it."""
     if owner is not None:
         tensor.zcompile_owner = owner  # type: ignore[attr-defined]
 
@@ -98,10 +98,10 @@ def check_owned(func: Callable[..., Any], args: Sequence[Any]) -> int | None:
 def keep_owner(
     result: Any, args: Sequence[Any], func: Callable[..., Any], explain: Callable[[DTensor], object]
 ) -> None:
-    """Let what `func` has made of such tensors be so, too; `explain` makes a DTensor one of a class that knows it.
+    """Mark results of `func` on owned tensors as owned, too; `explain` gives a DTensor a class that supports it.
 
     Raises:
-        ParameterError: it is divided in another way.
+        ParameterError: a result is divided in another way.
     """
     first = next(one for one in _flat(args) if owner_of(one) is not None)
     for index, one in enumerate(result if isinstance(result, (list, tuple)) else [result]):
@@ -116,14 +116,14 @@ def keep_owner(
 
 
 def refuse(tensor: DTensor, name: str, problem: str = "", fix: str = _FIX) -> NoReturn:
-    """Raise ParameterError for what cannot be done."""
+    """Raise ParameterError for an unsupported operation."""
     called = getattr(tensor, "zcompile_name", "a gradient or a state of a parameter")
     why = f"is whole on rank {owner_of(tensor)} of those that shard, and {name} {problem or 'needs other rows'}"
     raise ParameterError(called, why, fix)
 
 
 def sent_by_owner(tensor: DTensor, device: torch.device | None = None) -> torch.Tensor:
-    """All of it on every rank, in memory of its own, on `device`: that of the mesh's collectives. Collective."""
+    """All of it on every rank, in new memory on `device`, that of the mesh's collectives. Collective."""
     mine, dimension = local_tensor(tensor).detach(), _dimension(tensor)
     place = device or mine.device
     full = mine.to(place, copy=True) if is_here(tensor) else torch.empty(tensor.shape, dtype=mine.dtype, device=place)
@@ -138,12 +138,12 @@ def sent_by_owner(tensor: DTensor, device: torch.device | None = None) -> torch.
 
 
 def chunks_of(tensor: DTensor) -> list[ChunkStorageMetadata]:
-    """What this rank has of it."""
+    """This rank's chunks of it."""
     return [ChunkStorageMetadata(_origin(tensor), tensor.size())] if is_here(tensor) else []
 
 
 def write_items_of(name: str, tensor: DTensor) -> list[WriteItem]:
-    """What this rank writes of it."""
+    """The items that this rank writes of it."""
     data = [
         TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), tensor.size())
         for chunk in chunks_of(tensor)
@@ -160,7 +160,7 @@ def _origin(tensor: DTensor) -> torch.Size:
 
 
 def _dimension(tensor: DTensor) -> int:
-    """The dimension of the mesh along which one of the ranks has it."""
+    """The mesh dimension along which one rank owns it."""
     return next(dim for dim, placement in enumerate(tensor.placements) if placement.is_shard())
 
 
@@ -170,7 +170,7 @@ def _flat(args: Sequence[Any]) -> Iterator[Any]:
 
 
 def _like(args: Sequence[Any], index: int, first: DTensor) -> DTensor:
-    """The argument that the result at `index` is made of."""
+    """The argument that corresponds to the result at `index`."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and index < len(arg)]
     return next((arg[index] for arg in lists if isinstance(arg[index], DTensor)), first)
 
@@ -183,16 +183,16 @@ Placement = Any
 
 
 def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """`local`, this rank's part, as a DTensor over the same memory, be it on the device of the mesh or not."""
+    """`local`, this rank's part, as a DTensor that aliases it, on the device of the mesh or another."""
     stride = contiguous_stride(shape)
-    away = local.device.type != mesh.device_type  # what `from_local` would copy
+    away = local.device.type != mesh.device_type  # `from_local` would copy it
     like = torch.empty_like(local, device="meta") if away else local
     made = DTensor.from_local(like, mesh, placements, run_check=False, shape=shape, stride=stride)
     return with_local(made, local) if away else made
 
 
 def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of a plain tensor, divided as `like` is; a view of it."""
+    """This rank's part of a plain tensor, divided like `like`; a view of it."""
     mesh, placements = like.device_mesh, like.placements
     if owner_of(like) is not None:
         return whole if is_here(like) else whole[:0]

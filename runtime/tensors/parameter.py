@@ -1,7 +1,7 @@
-"""The parameters that users hold: DTensors that refuse arithmetic of which the result would be silently wrong.
+"""The parameters that users hold: DTensors that refuse arithmetic whose result would be silently wrong.
 
-A sum over a `Shard(0)` DTensor is this rank's part of it, placed `Partial`, and torch reads such a scalar as it is:
-`item()`, and adding it to a loss, give another number on every rank.
+A sum over a `Shard(0)` DTensor is a `Partial` with this rank's part, and torch reads such a scalar as it is: `item()`,
+or adding it to a loss, gives another number on every rank.
 """
 
 from __future__ import annotations
@@ -44,43 +44,43 @@ from zcompile.torch_internals.pytree import tree_leaves, tree_map_only
 
 
 class ParameterReader(Protocol):
-    """Who knows whether the code that runs is the model's own."""
+    """Knows whether the model's own code is running."""
 
     def full(self, parameter: ShardedParameter, /) -> torch.Tensor | None:
-        """All of `parameter` if so; None otherwise."""
+        """All of `parameter` if it is; otherwise None."""
 
     def kind(self, parameter: ShardedParameter, /) -> torch.Tensor | None:
-        """What has its dtype and its device then, without gathering it."""
+        """A tensor with its dtype and device then, without gathering."""
 
 
 @supports_foreach
 class ShardedParameter(ExplainedDTensor):
-    """A sharded `nn.Parameter`. What optimizers, clipping and checkpoints do with a DTensor works unchanged."""
+    """A sharded `nn.Parameter`. Optimizers, clipping and checkpoints work on it as on any DTensor."""
 
     zcompile_name: str
     zcompile_unseen: int = 0
-    """Writes past the version counters: operations on lists of tensors move none of a DTensor's."""
+    """Writes that version counters miss: operations on lists of tensors do not bump a DTensor's."""
     zcompile_exposed: bool = False
-    """True once somebody has taken its `.data` or its `to_local()`, through which it can be written to for ever."""
+    """True once its `.data` or `to_local()` was taken, through which it can be written to at any time."""
     zcompile_shown: ShardedParameter | None = None
-    """The parameter whose memory this shows, of what its `detach()` gives, say; it is told of writes."""
+    """The parameter that this aliases, as a result of `detach()` does; writes are noted there."""
     zcompile_reader: weakref.ref[ParameterReader] | None = None
-    """Who gives all of it to the model's own code, where that runs as plain Python."""
+    """Gives the full parameter to the model's own code when that runs as plain Python."""
 
     def __deepcopy__(self, _: object) -> ShardedParameter:
-        """A parameter with memory of its own; torch's own way fails on a view of a larger storage."""
+        """A parameter with memory of its own; torch's deepcopy fails on a view of a larger storage."""
         copied = torch.nn.Parameter(laid_out_like(self, local_tensor(self).clone()), requires_grad=self.requires_grad)
         return sharded(copied, self.zcompile_name, waits_of(self))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's rows, as DTensor's `to_local()`. What is written to them is gathered by the next call."""
+        """This rank's rows, as DTensor's `to_local()`. Writes to them are gathered by the next call."""
         _source_parameter(self).zcompile_exposed = True
         return super().to_local(grad_placements=grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """All of it on every rank. Collective, and so is its gradient, which is averaged over the ranks.
+        """All of it on every rank. Collective, as is its backward, which averages the gradient over the ranks.
 
-        DTensor's would take the gradient for one that all ranks have alike, and drop what the others' data say.
+        DTensor's would take the gradient to be the same on all ranks, and drop those of the others' data.
         """
         if grad_placements is None and (full := _full(self)) is not None:
             return full
@@ -92,14 +92,14 @@ class ShardedParameter(ExplainedDTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do `func`; sums over the shards are made whole, which is a small message, collective.
+        """Call `func`; sums over the shards are reduced at once, by a small message. Collective.
 
-        In the model's own code, where that runs as plain Python, `func` is given full parameters. Collective.
+        In the model's own code, if that runs as plain Python, `func` gets full parameters. Collective.
 
         Raises:
             ParameterError: the result is differentiable, a term of a loss outside of the model's call; or `func` mixes
-                the parameter with a plain tensor, or puts one into its `.data`; or torch cannot divide what it writes.
-            GroupError: naming the ranks that have not come, and the line that has called it.
+                the parameter with a plain tensor, or assigns one to its `.data`; or torch cannot divide what it writes.
+            GroupError: names the ranks that have not come, and the calling line.
             BackwardError: `torch.autograd.grad` asks for a gradient that a model's backward delivers to `.grad`.
         """
         drops = func == SET_GRADIENT and args[1] is None
@@ -108,11 +108,11 @@ class ShardedParameter(ExplainedDTensor):
                 return func(*args)
         if func == _SET_DATA:  # a new object each time
             if (full := _full(args[0])) is not None:
-                full.data = args[1]  # which is noticed
+                full.data = args[1]  # the write is noticed
                 return None
             return _assign(*args)
         if func == _GET_DATA and (full := _full(args[0])) is not None:
-            return full.detach()  # of which writes are noticed
+            return full.detach()  # writes to it are noticed
         if func in _KINDS and (reader := _reader(args[0])) is not None and (kind := reader.kind(args[0])) is not None:
             return func(kind)
         if func is torch.autograd.grad:
@@ -122,7 +122,7 @@ class ShardedParameter(ExplainedDTensor):
             return func(*read[0], **read[1])
         if name in OF_WHOLE or (name in ALONG and (len(args) > 1 or kwargs)):
             return drawn(func, args, kwargs or {})
-        if func == torch.Tensor.__dlpack__:  # torch would give the memory of the whole, of which there is none
+        if func == torch.Tensor.__dlpack__:  # torch would export the memory of the whole, which does not exist
             raise _refusal(args, func, _READ_OUTSIDE)
         held = first_held(args)
         args, given = with_rows(func, args, kwargs or {}), (*args, *(kwargs or {}).values())
@@ -149,7 +149,7 @@ class ShardedParameter(ExplainedDTensor):
             if func in _SAME_MEMORY:
                 shown.zcompile_shown = _source_parameter(args[0])
             return shown
-        is_attribute = name == "__get__" and func not in _VIEWS  # of `.grad`, say, which is what it is
+        is_attribute = name == "__get__" and func not in _VIEWS  # such as `.grad`, which is returned as it is
         if isinstance(result, (torch.Tensor, list, tuple)) and not is_attribute:
             if any(isinstance(leaf, DTensor) and leaf.grad_fn is not None for leaf in tree_leaves(result)):
                 raise _refusal(args, func)
@@ -161,7 +161,7 @@ class ShardedParameter(ExplainedDTensor):
 
 
 class _Full(torch.autograd.Function):
-    """All of a parameter, whose gradient is the average of what each rank's data say."""
+    """A full parameter, whose gradient is the average over all ranks' data."""
 
     @staticmethod
     def forward(ctx: Any, parameter: ShardedParameter) -> torch.Tensor:
@@ -189,7 +189,7 @@ def _reader(tensor: object) -> ParameterReader | None:
 
 
 def _full(tensor: object) -> torch.Tensor | None:
-    """All of a parameter where the model's own code reads it; None of anything else, and elsewhere."""
+    """All of a parameter if the model's own code reads it; otherwise None."""
     reader = _reader(tensor)
     return None if reader is None else reader.full(cast("ShardedParameter", tensor))
 
@@ -197,7 +197,7 @@ def _full(tensor: object) -> torch.Tensor | None:
 def _read(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments of `func` with parameters in full, where the model's own code computes with them; None elsewhere."""
+    """Arguments of `func` with full parameters, if the model's own code computes with them; otherwise None."""
     held = first_held((*args, *kwargs.values()))
     if (name in _ABOUT and func not in _VIEWS) or _full(held) is None:
         return None
@@ -217,11 +217,11 @@ _ABOUT = frozenset(
     "is_contiguous is_inference is_pinned is_shared is_same_size get_device has_names data_ptr storage untyped_storage "
     "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward".split()
 )
-"""What asks about a parameter, and reads none of its values."""
+"""Functions that query a parameter without reading its values."""
 
 
 def _called(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What `func` gives; where it writes lists of DTensors and plain tensors, as averages with buffers, by two calls.
+    """The result of `func`; two calls if it writes lists that mix DTensors and plain tensors, such as buffers.
 
     DTensor refuses such lists before anything is written.
     """
@@ -254,14 +254,14 @@ def _writes_lists(func: Callable[..., Any]) -> bool:
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SAME_MEMORY = frozenset({torch.Tensor.detach, _GET_DATA})
 _SAME_VALUES = _SAME_MEMORY | {torch.Tensor.cpu, torch.Tensor.float, torch.Tensor.to}
-"""What gives the parameter itself, for others to read: trackers call `detach().cpu().numpy()`."""
+"""Functions that return the parameter's values to be read: trackers call `detach().cpu().numpy()`."""
 
 
 def _assign(param: ShardedParameter, value: torch.Tensor) -> None:
-    """`param.data = value`: into the shard's own memory, from which it is gathered.
+    """`param.data = value`: copies into the shard's own memory, from which it is gathered.
 
     Raises:
-        ParameterError: `value` is not laid out as the parameter is.
+        ParameterError: `value` is not divided like the parameter.
     """
     where = (value.device_mesh, value.placements, owner_of(value)) if isinstance(value, DTensor) else None
     if (
@@ -269,13 +269,13 @@ def _assign(param: ShardedParameter, value: torch.Tensor) -> None:
         or value.dtype is not param.dtype
         or value.shape != param.shape
     ):
-        problem = f"is a shard, and its .data would be {value.dtype} {list(value.shape)} that is none"
+        problem = f"is a shard, and its .data would be {value.dtype} {list(value.shape)}, which is no such shard"
         raise ParameterError(param.zcompile_name, problem, "write in place, under torch.no_grad(): param.copy_(value)")
     local_tensor(param).copy_(local_tensor(value))
 
 
 def _note_write(func: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Note what `func` may have done to parameters, now or later, that no version counter tells."""
+    """Note writes to parameters by `func`, now or later, that version counters miss."""
     if func == _GET_DATA:
         _source_parameter(args[0]).zcompile_exposed = True
         return
@@ -286,12 +286,12 @@ def _note_write(func: Callable[..., Any], args: Sequence[Any]) -> None:
 
 
 def _source_parameter(tensor: ShardedParameter) -> ShardedParameter:
-    """The parameter whose memory `tensor` shows."""
+    """The parameter that `tensor` aliases."""
     return tensor if tensor.zcompile_shown is None else tensor.zcompile_shown
 
 
 def sharded(tensor: torch.Tensor, name: str, waits: Waits | None = None) -> ShardedParameter:
-    """`tensor` as a ShardedParameter: nn.Parameter, given one, would make a DTensor of it."""
+    """`tensor` as a ShardedParameter, by its class: nn.Parameter would make a DTensor of it."""
     tensor.__class__ = ShardedParameter
     assert isinstance(tensor, ShardedParameter), "its class was set"
     tensor.zcompile_name = name
@@ -300,7 +300,7 @@ def sharded(tensor: torch.Tensor, name: str, waits: Waits | None = None) -> Shar
 
 
 def _undivided(args: Any, func: Callable[..., Any]) -> ParameterError | None:
-    """The refusal to write into a parameter that has fewer rows than ranks: torch divides nothing so."""
+    """The error for writing to a parameter with fewer rows than ranks, which torch cannot divide like it."""
     tensor = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, ShardedParameter))
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     ranks = math.prod(size for size, placement in sizes if placement.is_shard())
@@ -325,20 +325,20 @@ def _refusal(args: Any, func: Callable[..., Any], fix: str = "") -> ParameterErr
 
 # -- gradients that are asked for -------------------------------------------------------------------------------------
 #
-# Programs reduce gradients and deliver them when the backward has ended, and tell autograd of none. So autograd would
-# take a parameter for one that was not used, and `torch.autograd.grad` would give None, or zeros.
+# Programs reduce gradients and deliver them when the backward has ended, past autograd. So autograd would take a
+# parameter for one that was not used, and `torch.autograd.grad` would return None, or zeros.
 
 
 _MARK = "zcompile"
 
 
 def mark(node: Node) -> None:
-    """Say that gradients of parameters that come by this node are delivered to `.grad`."""
+    """Note that gradients of parameters behind this node are delivered to `.grad`."""
     _notes_of(node)[_MARK] = True
 
 
 def check_asked(name: str, outputs: Any) -> None:
-    """Let `torch.autograd.grad` go on to what does not come from a model: the `full_tensor()` of a parameter, say.
+    """Let `torch.autograd.grad` pass for outputs that involve no model, such as a parameter's `full_tensor()`.
 
     Raises:
         BackwardError: there is a model's call behind `outputs`.
@@ -348,10 +348,8 @@ def check_asked(name: str, outputs: Any) -> None:
 
 
 def single_gradient_error(name: str) -> BackwardError:
-    """The refusal to give the gradient of one parameter apart from those of the others."""
-    problem = (
-        "torch.autograd.grad, or backward(inputs=...), asks for its gradient, which comes to .grad alone, averaged"
-    )
+    """The error for asking for the gradient of one parameter only."""
+    problem = "torch.autograd.grad, or backward(inputs=...), asks for its gradient, which only .grad gets, averaged"
     fix = "call loss.backward(retain_graph=True), read .grad and set it to None, for one loss after the other"
     return BackwardError(name, problem, fix)
 

@@ -1,7 +1,7 @@
-"""Placing: of which tensor, over which meshes, this rank's part of a parameter is a part.
+"""Placing: how this rank's part of a parameter belongs to the whole tensor, over which meshes.
 
-A parameter of a tensor-parallel model is a DTensor before it is sharded. What its mesh gives to this rank is then
-divided further over the data-parallel mesh, as a whole parameter would be:
+A parameter of a tensor-parallel model is a DTensor before it is sharded. The part that its mesh gives to this rank is
+then divided further over the data-parallel mesh, as a whole parameter would be:
 
     weight [8, 6], Shard(0)      tensor-parallel rank 0: rows 0..3      1: rows 4..7
                                  data-parallel rank 0:   rows 0, 1         rows 4, 5
@@ -26,36 +26,36 @@ from zcompile.torch_internals.dtensor import StridedShard, local_tensor, with_lo
 
 @dataclass(frozen=True)
 class Placing:
-    """How parts of one shape on the ranks of a mesh make up a tensor of `shape`."""
+    """How local tensors of one shape on the ranks of a mesh make up a tensor of `shape`."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
     averaged: int = 1
-    """The dimensions of the mesh over which gradients are averaged: the first so many."""
+    """The number of leading mesh dimensions over which gradients are averaged."""
     owner: int | None = None
-    """The rank along the dimension that shards that has all of it, if its rows are not divided."""
+    """The rank, along the dimension that shards, that owns all of it; None if its rows are divided."""
 
     @classmethod
     def of(cls, tensor: DTensor, shape: torch.Size | None = None) -> Placing:
-        """That of a tensor, or of one of another shape that is divided alike."""
+        """The placing of a tensor, or of one of another shape that is divided alike."""
         return cls(tensor.device_mesh, tuple(tensor.placements), shape or tensor.shape, owner=owner_of(tensor))
 
     def place(self, local: torch.Tensor) -> DTensor:
-        """`local`, this rank's part, as a DTensor over the same memory, be it on the device of the mesh or not."""
+        """`local`, this rank's part, as a DTensor that aliases it, on the device of the mesh or another."""
         made = placed(local, self.mesh, self.placements, self.shape)
         if self.owner is not None:
             set_owner(explain(made, None), self.owner)
         return made
 
     def unreduced(self) -> Placing:
-        """That of a gradient before its average, where each rank has all of it."""
+        """The placing of a gradient before its average, when each rank has all of it."""
         partial = (Partial("avg"),) * self.averaged
         return replace(self, placements=(*partial, *self.placements[self.averaged :]), owner=None)
 
 
 def along(param: Param, mesh: DeviceMesh) -> Placing:
-    """The placing of shards over the data-parallel mesh alone."""
+    """The placing of shards over the data-parallel mesh only."""
     shards = {AxisKind.SHARD: Shard(0)} if param.shards else {}
     placements = tuple(shards.get(kind, Replicate()) for kind in data_axes(mesh).values())
     return Placing(mesh, placements, torch.Size(param.shape), averaged=mesh.ndim, owner=param.owner)
@@ -63,13 +63,13 @@ def along(param: Param, mesh: DeviceMesh) -> Placing:
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """The mesh over which a model was divided before it was sharded; its parameters' local parts are what is sharded.
+    """The mesh over which a model was divided before it was sharded; the local parts of its parameters are sharded.
 
     Args:
-        mesh: Of one dimension.
+        mesh: One-dimensional.
         joint: The data-parallel dimensions, then that of `mesh`.
         ranks: All ranks of `joint` as one dimension.
-        divided: Parameters, and buffers, of which the ranks of `mesh` have different parts or values.
+        divided: Parameters and buffers with different parts or values on the ranks of `mesh`.
     """
 
     mesh: DeviceMesh
@@ -77,7 +77,7 @@ class ModelParallel:
     ranks: DeviceMesh
     divided: frozenset[str]
     data: tuple[AxisKind, ...] = (AxisKind.SHARD,)
-    """What the data-parallel dimensions are for."""
+    """The kinds of the data-parallel dimensions."""
 
     def whole(self, parameter: torch.Tensor) -> Placing:
         """The placing of a parameter that data parallelism does not divide."""
@@ -86,7 +86,8 @@ class ModelParallel:
     def sharded(self, param: Param, parameter: torch.Tensor) -> Placing:
         """The placing of shards of the local part of `parameter`.
 
-        Where both meshes divide dim 0, the data-parallel one divides what the other has given: its rows are strided.
+        If both meshes divide dim 0, the data-parallel one divides the local part of the other, so its placement is
+        strided.
         """
         (outer,) = self._placements(parameter)
         shards: dict[AxisKind, Placement] = {}
@@ -97,12 +98,12 @@ class ModelParallel:
         return Placing(self.joint, (*data, outer), parameter.shape, averaged=len(data))
 
     def _placements(self, parameter: torch.Tensor) -> tuple[Placement, ...]:
-        """Plain parameters of a tensor-parallel model are on every rank of its mesh."""
+        """Plain parameters of a tensor-parallel model are replicated over its mesh."""
         return tuple(parameter.placements) if isinstance(parameter, DTensor) else (Replicate(),)
 
 
 def whole_of(tensor: DTensor, device: torch.device) -> torch.Tensor:
-    """All of a tensor on every rank, gathered over one dimension of its mesh after the other, on `device`. Collective.
+    """All of a tensor on every rank, gathered over the dimensions of its mesh in turn, on `device`. Collective.
 
     `device`: where the mesh's collectives run.
     """

@@ -1,4 +1,4 @@
-"""State dicts of shards, which are not pickled: who reads the file would have one rank's part of the state."""
+"""State dicts with shards, which refuse pickling: a reader of the file would have one rank's part of the state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ShardedOptimizerState(dict[str, Any]):
 
 
 def model_state_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state of a model, as one that is not pickled if there are shards in it."""
+    """A model's state, in a class that refuses pickling if it has shards."""
     if not any(isinstance(value, DTensor) for value in state.values()):
         return state
     made = ShardedModelState(state)
@@ -55,12 +55,12 @@ def model_state_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def optimizer_state_of(state: dict[str, Any]) -> dict[str, Any]:
-    """The same of an optimizer."""
+    """The same for an optimizer."""
     return ShardedOptimizerState(state) if any(isinstance(leaf, DTensor) for leaf in tree_leaves(state)) else state
 
 
 def _register(kind: type[dict[str, Any]]) -> None:
-    """Let torch's functions for nested containers see the values in it, as they see those of the dict that it is."""
+    """Register it with torch's pytree as the dict that it is."""
 
     def made(values: Iterable[Any], names: Any) -> dict[str, Any]:
         return kind(zip(names, values, strict=True))
