@@ -1,4 +1,4 @@
-"""Where activations are kept: in the memory of the host, in a file on a disk, or in shards on the ranks of a group."""
+"""Activation storage: in host memory, in a file on disk, or in shards on the ranks of a group."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from zcompile.runtime.offload.unnamed_files import Room, close_file, nameless, s
 from zcompile.runtime.offloaded_activations import ActivationStorage
 
 PENDING = 2
-"""Activations that are on their way to the disk at once: more would fill the memory that they are to leave."""
+"""Activations written to the disk, or copied to the host, at once: more would fill the memory that they are to free."""
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy on its way, and the device's tensor that it reads or writes."""
+    """A copy in flight, and the device tensor that it reads or writes."""
 
     tensor: torch.Tensor
     ended: torch.Event
     stream: torch.Stream
-    """That the tensor's memory goes back to, and so the one that has to wait."""
+    """The stream to which the tensor's memory is returned, which therefore has to wait for the copy."""
 
     def land(self) -> None:
         self.stream.wait_event(self.ended)
 
 
 class HostStorage(ActivationStorage):
-    """Pinned memory of the host, for a model on a GPU: copies run on a stream of their own, and the host never waits.
+    """Pinned host memory, for a model on a GPU: copies run on a stream of their own, and the host never waits.
 
     Hazards: the value is complete when the current stream gets to the offload, which the copying stream waits for. It
-    is held until the current stream waits for the copy before the last, so its memory is free for later work of that
-    stream only, and no more than a few of them are alive. What comes back is allocated on the current stream, for which
-    the copying stream waits before it writes; who uses it waits for the copy. The way back is behind the way out in the
-    same stream. An arrival that nobody waits for, because the backward failed, is held until the next forward.
+    is held until the current stream waits for the copy before the last, so its memory is reused only by later work of
+    that stream, and only a few values are held. What is fetched is allocated on the current stream, which the copying
+    stream waits for before it writes; users wait for the copy. Fetches follow offloads on the same stream. A fetch that
+    nobody waits for, because the backward failed, is held until the next forward.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class HostStorage(ActivationStorage):
 
         def land() -> torch.Tensor:
             current_stream(self._stream.device).wait_event(coming.ended)
-            for left in behind:  # before it in the same stream
+            for left in behind:  # earlier on the same stream
                 if self._leaving and self._leaving[0] is left:
                     self._leaving.popleft().land()
             self._coming.pop(id(back), None)
@@ -91,7 +91,7 @@ class HostStorage(ActivationStorage):
 
 @dataclass(frozen=True)
 class _Extent:
-    """Bytes of the file, and the work that writes them."""
+    """A byte range of the file, and the work that writes it."""
 
     offset: int
     nbytes: int
@@ -99,13 +99,13 @@ class _Extent:
 
 
 class _File:
-    """What the threads work on. They must not hold the storage: its end waits for them."""
+    """State of the threads. They must not hold the storage: its finalizer waits for them."""
 
     def __init__(self, folder: Path) -> None:
         self.number = nameless(folder)
         self.room = Room()
         self.leaving: dict[int, torch.Tensor] = {}
-        """What has not been written yet, by its offset."""
+        """Tensors that have not been written yet, by offset."""
         self.seconds = 0.0
 
     def write(self, offset: int) -> None:
@@ -117,7 +117,7 @@ class _File:
         self._move(back, extent.offset, lambda left, at: os.preadv(self.number, [left], at))
 
     def _move(self, flat: torch.Tensor, at: int, move: Callable[[memoryview, int], int]) -> None:
-        """Write or read the memory of a contiguous tensor on the CPU, which the caller keeps."""
+        """Write or read the memory of a contiguous CPU tensor, which the caller keeps alive."""
         started, left = time.perf_counter(), flat.view(torch.uint8).numpy().data
         while left:
             done = move(left, at)
@@ -125,7 +125,7 @@ class _File:
         self.seconds += time.perf_counter() - started
 
     def drop(self, extent: _Extent) -> None:
-        """Its bytes are free, once nothing writes them."""
+        """Free its bytes once nothing writes them."""
         if extent.written.cancel():
             self.leaving.pop(extent.offset, None)
         if extent.written.done():
@@ -135,10 +135,10 @@ class _File:
 
 
 class DiskStorage(ActivationStorage):
-    """A nameless file in `folder`, written and read by threads, for a model on the CPU.
+    """An unnamed file in `folder`, written and read by threads, for a model on the CPU.
 
-    The disk has set aside what is written before it is: a full disk is an error of the forward, when nothing has been
-    updated. What has not been written yet when it is wanted again is not written.
+    Disk space is allocated before writing: a full disk raises in the forward, before anything is updated. An activation
+    that is fetched before it was written is not written.
 
     Raises:
         StateError: the folder cannot be written.
@@ -154,12 +154,12 @@ class DiskStorage(ActivationStorage):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return self._set_aside
 
     @property
     def seconds(self) -> float:
-        """Of writing and of reading, on threads of their own."""
+        """Time spent writing and reading, on threads."""
         return self._file.seconds
 
     def put(self, flat: torch.Tensor) -> _Extent:
@@ -201,7 +201,7 @@ class DiskStorage(ActivationStorage):
         try:
             work.result()
         except OSError as error:
-            fix = "look at the disk; parameters are those of the step before, unless a train step has begun to update"
+            fix = "check the disk; parameters are those of the step before, unless a train step has begun to update"
             raise StateError(str(self.folder), f"failed to keep activations: {error.strerror}", fix) from error
 
     def drop(self, handle: _Extent) -> None:
@@ -209,7 +209,7 @@ class DiskStorage(ActivationStorage):
 
 
 class DeviceStorage(ActivationStorage):
-    """Where they are."""
+    """Keeps activations where they are."""
 
     def put(self, flat: torch.Tensor) -> torch.Tensor:
         return flat
@@ -218,23 +218,23 @@ class DeviceStorage(ActivationStorage):
         return lambda: handle
 
     def drop(self, handle: torch.Tensor) -> None:
-        """Nobody else holds it."""
+        """Does nothing: the caller holds the only reference."""
 
 
 @dataclass(frozen=True)
 class _Shard:
     handle: Any
     numel: int
-    """Of the whole."""
+    """Elements of the whole activation."""
 
 
 class ShardStorage(ActivationStorage):
-    """Keeps this rank's shard of what every rank of `group` has, by `inner`; all of it is gathered when it is wanted.
+    """Keeps this rank's shard of an activation that all ranks of `group` have, in `inner`; a fetch gathers all of it.
 
-    `get` is collective. With the shard in memory the gather starts there; where it has to be fetched first, when it is
-    waited for: that is when all ranks have come so far, in the order of their program. Hazards on CUDA: the shard is a
-    copy, made behind what computes the value in the current stream; the gather starts behind that stream, and its
-    work holds the shard and what arrives until the stream has waited for it.
+    `get` is collective. If `inner` has the shard in device memory, the gather starts there; otherwise it starts when
+    the result is waited for, which all ranks do in the order of their program. Hazards on CUDA: the shard is a copy,
+    made after the value was computed on the current stream; the gather starts after that stream's work, and holds the
+    shard and the result until the stream has waited for it.
     """
 
     def __init__(self, group: Communicator, inner: ActivationStorage) -> None:
@@ -255,7 +255,7 @@ class ShardStorage(ActivationStorage):
         return lambda: self._gathered(arrive(), handle.numel)()
 
     def _gathered(self, shard: torch.Tensor, numel: int) -> Callable[[], torch.Tensor]:
-        """Start gathering; what is returned waits for it."""
+        """Start gathering; the returned function waits for it."""
         whole = shard.new_empty(shard.numel() * self.group.size)
         work = self.group.collectives.all_gather(whole, shard)
 

@@ -1,17 +1,17 @@
-"""Shards in the memory of the host, or in a file: copied from there to be gathered, and updated where they are.
+"""Shards in host memory or in a file: copied to the device to be gathered, and updated where they are.
 
-A copy sets out with its gather, `prefetch` units ahead of their use; gradients come back once they are reduced. Both
-run beside the compute, on streams of their own. Hazards:
+A copy starts with its gather, `prefetch` units ahead of their use; gradients are copied back once they are reduced.
+Both run in parallel with compute, on streams of their own. Hazards:
 
-- What a gather is given was allocated, and may still be read, on the current stream, which the sending stream waits for
-  before it copies. The collective is launched on the sending stream, so it waits for the copy; who waits for the
-  collective has waited for both.
+- A gather's buffer was allocated on the current stream, which may still read it, so the sending stream waits for that
+  stream before it copies. The collective is launched on the sending stream, so it waits for the copy; whoever waits for
+  the collective has waited for both.
 - A gradient is complete when the current stream gets here, which the returning stream waits for; `record_stream` keeps
   its memory until it is read.
-- The host writes to shards, and reads gradients, without asking any stream. So it waits for gradients before they are
-  delivered or used for an update, and for all copies whenever a call of the model, or the backward of a program, has
-  ended or failed; not twice for the same ones. An update within the backward comes behind every gather of its unit in
-  that step, which its gradients have waited for.
+- The host writes to shards, and reads gradients, without synchronizing with streams. So it waits for gradients before
+  they are delivered or used for an update, and for all copies whenever a call of the model, or the backward of a
+  program, has ended or failed; not twice for the same ones. An update within the backward follows every gather of its
+  unit in that step, which its gradients have waited for.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from zcompile.runtime.shards import Reserved
 
 
 class HostShards(Reserved):
-    """Pinned memory of the host.
+    """Pinned host memory.
 
     Args:
-        model: The device that the model computes on. On the CPU copies are made all the same, which only tests want.
+        model: The device that the model computes on. Copies are made on the CPU, too, which only tests need.
         sizes: Bytes of each unit's shards.
 
     Raises:
@@ -54,9 +54,10 @@ class HostShards(Reserved):
         self._sending = new_stream(model) if on_gpu else None
         self._returning = new_stream(model) if on_gpu else None
         self._sent: torch.Event | None = None
-        """Behind copies to the device for which the host has not waited."""
+        """Recorded after copies to the device that the host has not waited for."""
         self._returned: torch.Event | None = None
-        """Behind copies of gradients for which it has not, and what was sent before these."""
+        """Recorded after copies of gradients that the host has not waited for; they follow earlier copies to the
+        device."""
 
     def own(self, value: torch.Tensor) -> torch.Tensor:
         copy = super().own(value)
@@ -71,7 +72,7 @@ class HostShards(Reserved):
         try:
             with on_stream(self._sending):
                 yield
-        finally:  # what was copied before an error is on its way, too
+        finally:  # what was copied before an error is in flight, too
             self._sent = self._sending.record_event()
 
     def copied(self, arrived: torch.Tensor) -> AsyncWork | None:
@@ -110,17 +111,17 @@ class HostShards(Reserved):
 
 
 AHEAD = 2
-"""Units that are read before their gather starts, beside those that are gathered ahead themselves."""
+"""Units that are read before their gather starts, in addition to those that are prefetched."""
 
 
 class ShardFile(Reserved):
-    """The shards of a model in one nameless file on this rank, mapped into its memory.
+    """A model's shards on this rank, in one unnamed file that is mapped into memory.
 
-    Gathers send from the mapping, and optimizers write to it. The kernel keeps what fits. What is gathered next is what
-    was gathered next the last time: it is read meanwhile.
+    Gathers send from the mapping, and optimizers write to it. The kernel keeps what fits. Units that will be gathered
+    next, according to the order of the last time, are read in advance.
 
     Args:
-        folder: Where the file is made. It is gone from there at once.
+        folder: The folder of the file, which is unlinked at once.
         sizes: Bytes of each unit's shards.
 
     Raises:
@@ -132,11 +133,11 @@ class ShardFile(Reserved):
         self.nbytes = self._file.nbytes
         super().__init__(torch.device(HOST), {unit: self._file.bytes_of(unit) for unit in sizes})
         self._next: dict[tuple[str, str], str] = {}
-        """The unit that was gathered behind two others, of which a unit has one order forward and one backward."""
+        """The unit that was gathered after two others: by pairs, because forward and backward use different orders."""
         self._last = "", ""
 
     def before(self, unit: str) -> None:
-        """Read the units that come next."""
+        """Read the next units."""
         first, second = self._last
         self._next[first, second] = unit
         pair = self._last = second, unit

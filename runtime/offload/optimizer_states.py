@@ -1,6 +1,6 @@
-"""Where the state of optimizers is that the device has no memory for: on the host, or in a file.
+"""Optimizer state that the device has no memory for: on the host, or in a file.
 
-What the next units' updates need is on its way while a unit is updated, in the order of the step before.
+While a unit is updated, the state for the next units' updates is fetched, in the order of the previous step.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from zcompile.runtime.tensors.explained import laid_out_like
 from zcompile.torch_internals.dtensor import local_tensor
 
 AHEAD = 2
-"""Units whose state is on its way before their turn."""
+"""Units whose state is fetched before their turn."""
 Key = tuple[int, int, str]
-"""Of a tensor of the state: the identities of optimizer and parameter, and its name."""
+"""A tensor of the state: the ids of optimizer and parameter, and its name."""
 
 
 class _InOrder(ABC):
-    """State by unit, in the order of the updates, which is learned in the first step."""
+    """State by unit, in the order of updates, which the first step determines."""
 
     def __init__(self, units: Mapping[str, Sequence[nn.Parameter]]) -> None:
         self._units = units
@@ -41,33 +41,32 @@ class _InOrder(ABC):
     def _fetch(self, unit: str) -> None: ...
 
     def begin(self) -> None:
-        """A step begins: what the first updates need sets out."""
+        """A step begins: fetch the state for the first updates."""
         for unit in self._order[: self.ahead]:
             self._fetch(unit)
 
     def _turn_of(self, parameters: Sequence[nn.Parameter]) -> tuple[str, list[str]]:
-        """The unit that these are of, and those whose state is to be on its way then."""
+        """The unit of these parameters, and the units whose state is to be fetched now."""
         unit = self._unit_of[id(parameters[0])]
         if unit not in self._order:
             self._order.append(unit)
-        place = self._order.index(unit)
-        return unit, self._order[place + 1 : place + 1 + self.ahead]
+        index = self._order.index(unit)
+        return unit, self._order[index + 1 : index + 1 + self.ahead]
 
 
 class HostState(_InOrder):
-    """The state of optimizers in the memory of the host, for a model on a GPU: brought for an update, and taken back.
+    """Optimizer state in host memory, for a model on a GPU: fetched for an update, and copied back.
 
-    Copies run on a stream of their own. Hazards: a unit's state goes out behind its update, which the copying stream
-    waits for, and its memory is not given to others before it is read (`record_stream`). It comes back behind the way
-    out, in the same stream, and the update waits for that. What comes is allocated on the copying stream, and
-    `record_stream` keeps it while the update reads it. Who looks at the state between steps finds it on the host: the
-    end of a step, failed or not, waits for the copies.
+    Copies run on a stream of their own. Hazards: a unit's state is copied back after its update, which the copying
+    stream waits for, and `record_stream` keeps its memory until it is read. It is fetched later on the same stream, and
+    the update waits for that. What is fetched is allocated on the copying stream, and `record_stream` keeps it while
+    the update reads it. Between steps, state is on the host: the end of a step, failed or not, waits for the copies.
 
     Args:
-        device: The model's. On the CPU copies are made all the same, which only tests want.
-        optimizers: Their state moves as it comes to be, for parameters of `units` only.
-        units: Parameters by unit, in no order: that of the updates is learned in the first step.
-        slots: For each optimizer, the names of what it keeps in the shape of a parameter.
+        device: The model's device. Copies are made on the CPU, too, which only tests need.
+        optimizers: Their state is moved once it exists, for parameters of `units` only.
+        units: Parameters by unit, in any order: the first step determines that of the updates.
+        slots: For each optimizer, the names of its state in the shape of a parameter.
     """
 
     def __init__(
@@ -82,15 +81,15 @@ class HostState(_InOrder):
         self._slots = list(zip(optimizers, (tuple(named) for named in slots), strict=True))
         self._host: dict[Key, torch.Tensor] = {}
         self._coming: dict[Key, torch.Tensor] = {}
-        """On its way to the device, or there for an update."""
+        """State in flight to the device, or there for an update."""
         self._arrived: dict[str, torch.Event] = {}
-        """By unit: when what is on its way is there."""
+        """By unit: recorded after the copies to the device."""
         self._stream = new_stream(device) if is_gpu(device) else None
         self._left: torch.Event | None = None
-        """Behind the last copy for which the host has not waited; a step that fails leaves some that nobody needed."""
+        """Recorded after the last copy that the host has not waited for; a failed step may leave unused ones."""
 
     def before(self, parameters: Sequence[nn.Parameter]) -> None:
-        """These parameters are about to be updated: their state comes, and that of the next ones sets out."""
+        """These parameters are about to be updated: wait for their state, and fetch that of the next ones."""
         unit, following = self._turn_of(parameters)
         self._fetch(unit)
         if (arrived := self._arrived.pop(unit, None)) is not None:
@@ -102,7 +101,7 @@ class HostState(_InOrder):
             self._fetch(later)
 
     def after(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        """These parameters have been updated: their state goes back."""
+        """These parameters have been updated: copy their state back."""
         names = next(names for one, names in self._slots if one is optimizer)
         if self._stream is not None:
             self._stream.wait_stream(current_stream(self.device))
@@ -115,7 +114,7 @@ class HostState(_InOrder):
                 self._left = self._stream.record_event()
 
     def end(self) -> None:
-        """The updates are over: state is on the host when this returns, and what a failed step had fetched is void."""
+        """The updates are over: wait until all state is on the host, and drop what a failed step had fetched."""
         self._coming.clear()
         self._arrived.clear()
         if self._left is not None:
@@ -123,7 +122,7 @@ class HostState(_InOrder):
             self._left = None
 
     def _fetch(self, unit: str) -> None:
-        """Start bringing what is on the host of a unit's state."""
+        """Start copying a unit's state from the host."""
         away = [key for key in self._keys(unit) if key not in self._coming]
         with on_stream(self._stream):
             for key in away:
@@ -132,7 +131,7 @@ class HostState(_InOrder):
                 self._left = self._arrived[unit] = self._stream.record_event()
 
     def _keys(self, unit: str) -> Iterator[Key]:
-        """What of a unit's state is on the host; what has been loaded since, say, is where it was loaded."""
+        """A unit's state that is on the host; state loaded since, for example, may be elsewhere."""
         for optimizer, names in self._slots:
             for parameter in self._units[unit]:
                 state: dict[str, Any] = optimizer.state.get(parameter, {})
@@ -142,7 +141,7 @@ class HostState(_InOrder):
                         yield id(optimizer), id(parameter), name
 
     def _arrive(self, optimizer: Optimizer, parameter: nn.Parameter, names: Sequence[str]) -> None:
-        """Put what has come into the state."""
+        """Put fetched tensors into the state."""
         for name in names:
             key = id(optimizer), id(parameter), name
             come = self._coming.pop(key, None)
@@ -153,7 +152,7 @@ class HostState(_InOrder):
                 state[name] = _like(state[name], come)
 
     def _leave(self, key: Key, state: dict[str, Any]) -> None:
-        """Copy one tensor of the state to its place on the host, and put that into the state."""
+        """Copy one tensor of the state to the host, and put the copy into the state."""
         value = state.get(key[-1])
         if not isinstance(value, torch.Tensor) or not value.dim():
             return
@@ -169,21 +168,20 @@ class HostState(_InOrder):
 
 
 class StateFile(_InOrder):
-    """The state of optimizers in one file on this rank, mapped into memory, and read before a unit's update needs it.
+    """Optimizer state in one file on this rank, mapped into memory, and read before a unit's update needs it.
 
-    The tensors of the state are views of the mapping, so every optimizer works on them as they are, and what saves or
-    loads a state reads or writes them as any other. The kernel keeps in memory what fits and gives up the rest: only
-    what exceeds the memory that there is moves. What a unit's update has written is on its way to the disk while the
-    backward goes on.
+    The tensors of the state are views of the mapping, so every optimizer works on them unchanged, and saving and
+    loading treat them as any others. The kernel keeps in memory what fits, so only what exceeds the memory is moved.
+    What a unit's update has written goes to the disk while the backward goes on.
 
-    The file has its full size before the first step, or there is an error; it has no name, so that nothing can happen
-    to it and nothing is left of it.
+    The file has its full size before the first step, or an error is raised; it has no name, so that it cannot be
+    changed and nothing is left of it.
 
     Args:
-        folder: Where the file is made. It is gone from there at once.
-        optimizers: Their state moves into the file as it comes to be, for parameters of `units` only.
-        units: Parameters by unit, in no order: that of the updates is learned in the first step.
-        slots: For each optimizer, the names and dtypes of what it keeps in the shape of a parameter.
+        folder: The folder of the file, which is unlinked at once.
+        optimizers: Their state is moved into the file once it exists, for parameters of `units` only.
+        units: Parameters by unit, in any order: the first step determines that of the updates.
+        slots: For each optimizer, the names and dtypes of its state in the shape of a parameter.
 
     Raises:
         StateError: the folder cannot be written, or has no room for all of the state.
@@ -198,7 +196,7 @@ class StateFile(_InOrder):
     ) -> None:
         super().__init__(units)
         self._slots: dict[Key, tuple[str, int, int]] = {}
-        """Of each tensor its unit, where it lies in that, and how many bytes it may take."""
+        """For each tensor its unit, its offset there, and the most bytes that it may take."""
         sizes = dict.fromkeys(units, 0)
         for unit, parameters in units.items():
             for optimizer, named in zip(optimizers, slots, strict=True):
@@ -214,7 +212,7 @@ class StateFile(_InOrder):
         self._written: Future[None] | None = None
 
     def before(self, parameters: Sequence[nn.Parameter]) -> None:
-        """These parameters are about to be updated: what the next updates need is read meanwhile."""
+        """These parameters are about to be updated: read what the next updates need."""
         _, following = self._turn_of(parameters)
         for unit in following:
             self._fetch(unit)
@@ -223,7 +221,7 @@ class StateFile(_InOrder):
         self._file.read(unit)
 
     def after(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        """These parameters have been updated: their state moves into the file if it is new, and to the disk."""
+        """These parameters have been updated: move new state into the file, and write it to the disk."""
         for parameter in parameters:
             state: dict[str, Any] = optimizer.state.get(parameter, {})
             for name, value in state.items():
@@ -235,19 +233,19 @@ class StateFile(_InOrder):
             self._written = self._file.write()
 
     def end(self) -> None:
-        """The step is over: the kernel writes what is left when it pleases."""
+        """The step is over: the kernel writes the rest in its own time."""
 
     def _check_written(self) -> None:
-        """Raise StateError if what was written has not come to the disk."""
+        """Raise StateError if the last write to the disk has failed."""
         error = None if self._written is None else self._written.exception()
         if isinstance(error, OSError):
-            fix = "look at the disk; go on from the last checkpoint"
+            fix = "check the disk; go on from the last checkpoint"
             raise StateError(
                 str(self._file.folder), f"did not take the optimizer's state: {error.strerror}", fix
             ) from error
 
     def _placed(self, value: Any, unit: str, offset: int, room: int) -> Any:
-        """`value` in its place in the file, where it may be already; what is no plain tensor stays where it is."""
+        """`value` at its place in the file, where it may already be; anything but a plain tensor stays where it is."""
         local = local_tensor(value) if isinstance(value, torch.Tensor) else value
         if type(local) is not torch.Tensor or not 0 < local.nbytes <= room:
             return value
@@ -267,5 +265,5 @@ def _is_at(value: Any, host: torch.Tensor) -> bool:
 
 
 def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` in place of what this rank has of `value`."""
+    """`local` as this rank's part of a tensor like `value`."""
     return laid_out_like(value, local) if isinstance(value, DTensor) else local

@@ -1,4 +1,4 @@
-"""Files without a name: nothing can happen to them, and nothing is left of them."""
+"""Unnamed files: they cannot be changed by others, and nothing is left of them."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ PAGE = mmap.PAGESIZE
 
 
 def nameless(folder: Path) -> int:
-    """The descriptor of a new file in `folder`, which is made if it is not there.
+    """The descriptor of a new file in `folder`, which is created if it is missing.
 
     Raises:
-        StateError: it cannot be made.
+        StateError: it cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as made:
             return os.dup(made.fileno())
     except OSError as error:
-        raise StateError(str(folder), f"cannot be written: {error.strerror}", "give a folder of yours") from error
+        raise StateError(
+            str(folder), f"cannot be written: {error.strerror}", "give a folder that you may write to"
+        ) from error
 
 
 def set_aside(folder: Path, file: int, offset: int, nbytes: int, what: str) -> None:
-    """Let the disk keep room for `nbytes` of `file` in `folder`: what is written there later finds it.
+    """Allocate disk space for `nbytes` of `file` in `folder`, so that later writes there cannot run out of it.
 
     Raises:
-        StateError: there is none, for `what`.
+        StateError: there is no room, for `what`.
     """
     try:
         os.posix_fallocate(file, offset, nbytes)
@@ -48,12 +50,12 @@ def set_aside(folder: Path, file: int, offset: int, nbytes: int, what: str) -> N
 
 
 class MappedFile:
-    """A nameless file of this rank, which the disk has set aside, mapped into memory: the kernel keeps what fits.
+    """An unnamed file of this rank with allocated disk space, mapped into memory, in which the kernel keeps what fits.
 
     Args:
-        folder: Where the file is made. It is gone from there at once.
-        sizes: Bytes of each unit, which has pages of its own.
-        what: What is in it.
+        folder: The folder of the file, which is unlinked at once.
+        sizes: Bytes of each unit, which starts on a page of its own.
+        what: Names its content, for errors.
 
     Raises:
         StateError: the folder cannot be written, or has no room for all of it.
@@ -67,7 +69,7 @@ class MappedFile:
             self.nbytes += -(-nbytes // PAGE) * PAGE
         self._number = nameless(folder)
         try:
-            # Pages that the disk had no room for would end the process when they are written.
+            # Writing a page that the disk has no room for would kill the process (SIGBUS).
             set_aside(folder, self._number, 0, size := max(self.nbytes, PAGE), what)
             self._mapping = mmap.mmap(self._number, size)
         except BaseException:
@@ -77,7 +79,7 @@ class MappedFile:
         weakref.finalize(self, close_file, self._number, self._reader, self._writer)
 
     def bytes_of(self, unit: str, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
-        """What the file has for a unit, or a part of it, uint8 [n]."""
+        """The bytes of a unit, or a range of them, uint8 [n]; a view of the mapping."""
         start, size = self._ranges[unit]
         count = size if nbytes is None else nbytes
         if not count:
@@ -85,23 +87,23 @@ class MappedFile:
         return torch.frombuffer(self._mapping, dtype=torch.uint8, count=count, offset=start + offset)
 
     def read(self, unit: str) -> None:
-        """Let the kernel read what a unit has. Making room can take as long as reading it, so a thread asks."""
+        """Ask the kernel to read a unit ahead, on a thread: making room can take as long as reading."""
         self._reader.submit(os.posix_fadvise, self._number, *self._ranges[unit], os.POSIX_FADV_WILLNEED)
 
     def write(self) -> Future[None]:
-        """Let the kernel write all that has changed."""
+        """Ask the kernel to write all changes to the disk."""
         return self._writer.submit(os.fdatasync, self._number)
 
 
 def close_file(file: int, *threads: ThreadPoolExecutor) -> None:
-    """Close a file that threads work on, once they have ended."""
+    """Close a file once the threads that use it have ended."""
     for thread in threads:
         thread.shutdown()
     os.close(file)
 
 
 class Room:
-    """Which bytes of a file are free: the first run that is long enough is given; what comes back joins its neighbours.
+    """The free byte ranges of a file: first fit; ranges that are given back are merged with their neighbours.
 
     `end` is the size of the file. Threads may give back.
     """
@@ -109,11 +111,11 @@ class Room:
     def __init__(self) -> None:
         self.end = 0
         self._free: list[tuple[int, int]] = []
-        """Runs [start, stop), sorted, none next to another."""
+        """Ranges [start, stop), sorted, not adjacent to each other."""
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> int:
-        """Where `nbytes` are free; beyond the old `end` if need be."""
+        """The offset of `nbytes` free bytes; extends `end` if needed."""
         with self._lock:
             for index, (start, stop) in enumerate(self._free):
                 if stop - start >= nbytes or stop == self.end:
@@ -124,7 +126,7 @@ class Room:
             return start
 
     def give(self, start: int, nbytes: int) -> None:
-        """These bytes are free again."""
+        """Mark these bytes as free."""
         with self._lock:
             stop = start + nbytes
             index = bisect.bisect(self._free, (start, stop))
