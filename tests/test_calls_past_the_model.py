@@ -363,7 +363,7 @@ def test_mistakes_within_unsharded_are_typed_errors(rank: int, tmp_path: Path) -
     assert found["write to data"].startswith("ParameterError: shift: was written to within unsharded()")
     assert found["assign data"].startswith("ParameterError: shift: was written to within unsharded()")
     assert found["reshape data"].startswith("ParameterError: shift: has shape [6], and its .data would have [3]")
-    assert found["replace"].startswith("ParameterError: shift: was replaced or taken away where it is full")
+    assert found["replace"].startswith("ParameterError: shift: was replaced or removed while it is full")
     assert found["convert"] == found["convert to the same"] == found["copy"] == ""
     assert found["of a copy"] == "True"
     assert found["after"] == str(float(torch.tensor(0.1)))

@@ -220,6 +220,6 @@ def test_what_shards_cannot_have_is_refused() -> None:
     layer = compiled.layers[0]
     rounded, replaced, reshaped = error_of(layer.merge), error_of(layer.replace), error_of(layer.reshape)
     assert rounded.startswith("layers.0.a: is torch.bfloat16 in the model's code and torch.float32 otherwise")
-    assert replaced.startswith("layers.0.a: was replaced or taken away where it is full for now")
+    assert replaced.startswith("layers.0.a: was replaced or removed while it is full")
     assert reshaped.startswith("layers.0.a: has shape [2, 7], and its .data would have [3, 7]")
     assert all(torch.equal(value, before[name]) for name, value in parameters(compiled).items())

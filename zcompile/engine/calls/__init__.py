@@ -1,1 +1,1 @@
-"""Calls of a model: what runs as a program of its own, and what a backward must find as its forward left it."""
+"""Calls of a model: which modules run as programs of their own, and what a backward relies on from its forward."""

@@ -1,7 +1,7 @@
-"""Blank tangents: gradients of results that a loss leaves out, which are nowhere in memory.
+"""Blank tangents: zero gradients of results that a loss does not use, without memory.
 
-Autograd would give a backward zeros for them: of the logits of a language model gigabytes, which are written, read and
-added to what the loss brings. In their place stands a `Blank`, and a region that is given one runs without it.
+Autograd would give zeros to a backward: gigabytes for the logits of a language model, which are written, read and added
+to the loss's gradients. A `Blank` replaces them, and a region that gets one runs without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zcompile.torch_internals.sizes import is_symbolic
 
 _aten = torch.ops.aten
 _KEEPS = {_aten._to_copy.default, _aten.clone.default, _aten.neg.default, _aten._unsafe_view.default}
-"""Operations beside views whose result is zero where their argument is."""
+"""Operations, in addition to views, that map zeros to zeros."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Blank:
     dtype: torch.dtype
     device: torch.device
     traced: Any
-    """What stood for it when the step was traced."""
+    """The value for it when the step was traced."""
 
     def zeros(self) -> Tensor:
-        """It in memory, laid out as it was traced."""
+        """The zeros in memory, with the strides that were traced."""
         order = order_of(self.traced)
         if order is None:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -47,7 +47,7 @@ class Blank:
 
 
 class Tangents:
-    """The gradients of results that the backward of a program is given."""
+    """The gradients of results that a program's backward takes."""
 
     def __init__(self, program: Program) -> None:
         nodes = [node for node in program.nodes(Input) if op_of(node, Input).kind is Kind.TANGENT]
@@ -55,13 +55,13 @@ class Tangents:
         self._may_be_blank = [all(_is_compute(user, program) for user in node.users) for node in nodes]
         known = all(result is not None and isinstance(value, Tensor) for result, value in self._nodes)
         self.results = len(program.results.outputs) if known else None
-        """How many results the forward has; None where it is not known which of them tangents belong to."""
+        """Number of results of the forward; None if it is not known to which of them tangents belong."""
         calls = (user for node in nodes for user in node.users if isinstance(data(user).op, Call))
         self.readers = {op_of(user, Call).region for user in calls}
-        """The regions that are given them."""
+        """The regions that read them."""
 
     def filled(self, tangents: Sequence[Tensor | None], kinds: Sequence[Any], *, blank: bool) -> list[Tensor | Blank]:
-        """All of them: what autograd has left out as zeros, or as `Blank` where only regions read it, if that may be.
+        """All tangents: those that autograd leaves out as zeros, or with `blank` as `Blank` if only regions read them.
 
         `kinds`: what autograd knows of the results.
         """
@@ -77,15 +77,15 @@ class Tangents:
 
 
 def _is_compute(user: fx.Node, program: Program) -> bool:
-    """True for a call of a region that is none of a CUDA graph, which wants each argument at its place."""
+    """True for a call of a region outside of CUDA graphs, whose arguments must have fixed addresses."""
     meta = data(user)
     return isinstance(meta.op, Call) and meta.phase is Phase.BACKWARD and program.regions[meta.op.region].fixed is None
 
 
 def without(region: Region, blanks: Sequence[int]) -> Region | None:
-    """`region` for a call in which these of its placeholders are zeros; None if it cannot be told how large they are.
+    """`region` for a call in which these placeholders are zeros; None if their sizes are not known.
 
-    A sum with zeros is what else is added, if nothing else has that memory; elsewhere zeros are made within.
+    A sum with zeros is its other operand, if nothing else aliases that; in other places zeros are made within.
     """
     graph, made, zero = fx.Graph(), dict[fx.Node, fx.Node](), set[fx.Node]()
     placeholders = region.graph.find_nodes(op="placeholder")
@@ -115,7 +115,7 @@ def _is_zero(node: fx.Node, zero: set[fx.Node]) -> bool:
 
 
 def _added(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
-    """Of a sum with zeros the other summand, where it may stand for the sum."""
+    """The other operand of a sum with zeros, if it may replace the sum."""
     if node.target is not _aten.add.Tensor or node.kwargs:
         return None
     rest: list[Any] = [arg for arg in node.args if not (isinstance(arg, fx.Node) and arg in zero)]
@@ -131,7 +131,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _is_sole(node: fx.Node) -> bool:
-    """True if nobody else reads the value, or what it is a view of, and it is made in the region."""
+    """True if nothing else reads the value or its base, and it is computed in the region."""
     while len(node.users) == 1 and node.op == "call_function":
         target = node.target
         if not isinstance(target, OpOverload) or (not target.is_view and target not in _REUSES):
@@ -141,18 +141,18 @@ def _is_sole(node: fx.Node) -> bool:
 
 
 _REUSES = {_aten._unsafe_view.default, _aten.reshape.default, _aten._to_copy.default}
-"""Operations beside views that may give the memory of their argument."""
+"""Operations, in addition to views, that may return their argument's memory."""
 
 
 def _shape(node: fx.Node, sizes: Mapping[str, fx.Node], made: Mapping[fx.Node, fx.Node]) -> list[Any] | None:
-    """The sizes of a value as arguments: numbers, and placeholders of those that vary."""
+    """The sizes of a value as arguments: numbers, and placeholders for varying ones."""
     given = {size: made[placeholder] for size, placeholder in sizes.items() if placeholder in made}
     found = [given.get(str(size)) if is_symbolic(size) else int(size) for size in node.meta["val"].shape]
     return None if None in found else found
 
 
 def _zeros(graph: fx.Graph, shape: Sequence[Any], order: Order, node: fx.Node) -> fx.Node:
-    """Zeros in the place of `node`, laid out as it was traced."""
+    """Zeros in place of `node`, with the strides that were traced."""
     value = node.meta["val"]
     kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
     dense = graph.call_function(_aten.full.default, ([shape[dim] for dim in order], 0), kwargs)

@@ -2,9 +2,9 @@
 
 The whole model is one fragment as long as it can be traced into one graph. A module whose code breaks the graph is
 split: its own code runs as plain Python, with its own parameters gathered for the call, and each module that it calls
-is a fragment. So is a module that is called past the model, as `model.head(x)` is, and so are methods that read a
-parameter of their module's own, which run as if their graph was broken. Code that is not traced never meets a parameter
-without memory, whatever it reads.
+is a fragment. So is a module that is called directly, as in `model.head(x)`, and so are methods that read a parameter
+of their own module, which run as if their graph was broken. Code that is not traced never gets a parameter without
+memory, whatever it reads.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from zcompile.torch_internals.modules import hook_tables, parameters_at, put_par
 
 @dataclass(repr=False)
 class Tree:
-    """A sharded model's module tree: the places of its parameters, and its fragments."""
+    """A sharded model's module tree: where its parameters are, and its fragments."""
 
     model: nn.Module
     engine: Engine
@@ -65,16 +65,16 @@ class Tree:
         owning = [module for module in self.model.modules() if next(module.parameters(), None) is not None]
         self.interceptors += [MethodInterceptor(module, "_apply", self.convert) for module in owning]
         self.loading = [MethodInterceptor(module, "load_state_dict", self.load) for module in owning]
-        """No code that is traced calls these."""
+        """Traced code never calls these."""
         self.root = Fragment(self, self.model, "", lambda *args, **kwargs: self.model(*args, **kwargs))
         self.call: ModelCall | None = None
         self.face: nn.Module | None = None
-        """The compiled module, for who has the given one."""
+        """The compiled module, for holders of the original one."""
         self._fragments: dict[MethodInterceptor, Fragment] = {}
         self._plain: set[MethodInterceptor] = set()
         self._known = {id(parameter) for site in self.sites for parameter in (site.shard, site.placeholder)}
         self._ignored = {id(p): name for name, p in self.model.named_parameters() if id(p) not in self._known}
-        """Parameters that are left to the user, as the rest of the tree is made of shards."""
+        """Parameters left to the user, since all others in the tree are shards."""
         self._known.update(self._ignored)
         self.watch = TreeWatch(self.model)
         self.reads = PlainReads(
@@ -83,15 +83,15 @@ class Tree:
         put((*self.interceptors, *self.loading))
 
     def run(self, fragment: Fragment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model, or a module of it; what its backward needs is watched."""
+        """Call the model, or a module of it, and set up what its backward needs."""
         if self.engine.runtime.is_full:
             with self.engine.runtime.autocast():
                 return fragment.forward(*args, **kwargs)
         if within_transform():
             problem = (
-                "is called within a transform of torch.func or forward-mode differentiation, which programs have not"
+                "is called within a transform of torch.func or forward-mode differentiation: programs have neither"
             )
-            fix = "call it so within compiled.unsharded(), where it is the plain model, or take torch.autograd.grad"
+            fix = "do so within compiled.unsharded(), where it is the plain model, or use torch.autograd.grad"
             raise CaptureError(fragment.path or type(self.model).__name__, problem, fix)
         self.engine.runtime.delivery.forget()
         numbers = contextlib.nullcontext() if fragment.initialises else self.engine.runtime.random_numbers()
@@ -105,7 +105,7 @@ class Tree:
                 result = fragment(*args, **kwargs)
         except ZcompileError as error:
             self.engine.runtime.communicator.waits.report_failure("a call of the model", error)
-            raise shortened(error)  # noqa: B904  # the same one, with the causes that it has
+            raise shortened(error)  # noqa: B904  # the same error, with its causes
         finally:
             if self.call is not None:
                 self.call.nodes.clear()
@@ -117,11 +117,11 @@ class Tree:
                 raise CaptureError(tensor.zcompile_name, problem, "return a copy: .clone()")
         call.end(result)
         if not torch.is_grad_enabled():
-            self.engine.runtime.lockstep.check()  # behind a training step, delivery does it
+            self.engine.runtime.lockstep.check()  # after a training step, delivery does it
         return result
 
     def enter(self, interceptor: MethodInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module, or a method, that plain Python calls: the user's past the model, or that of a split module."""
+        """Call a module or method from plain Python: the user's, not through the model, or that of a split module."""
         runtime = self.engine.runtime
         if self._runs_plainly(interceptor):
             with runtime.autocast():
@@ -130,14 +130,14 @@ class Tree:
             return self._fragment_of(interceptor)(*args, **kwargs)
         if backward_number() is None:
             return self.run(self._fragment_of(interceptor), args, kwargs)
-        with runtime.replayed_random_numbers(), runtime.autocast():  # a recomputation of what was called by itself
+        with runtime.replayed_random_numbers(), runtime.autocast():  # a recomputation of a direct call
             return self._fragment_of(interceptor)(*args, **kwargs)
 
     def convert(self, interceptor: MethodInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
-        """Convert the given model, as its `to()` asks; torch's own way gives it parameters that no program has.
+        """Convert the original model, as its `to()` does; torch's own way would create parameters unknown to programs.
 
         Raises:
-            ParameterError: it cannot be converted or moved, or a module of it alone would be.
+            ParameterError: it cannot be converted or moved, or only a module of it would be.
         """
         if interceptor.module is self.model and self.face is not None:
             self.face._apply(*args, **kwargs)
@@ -148,14 +148,14 @@ class Tree:
         return interceptor.module
 
     def load(self, interceptor: MethodInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Load a state dict into a module of the model: torch's own way would copy all rows into each rank's."""
+        """Load a state dict into a module of the model: torch's own way would copy all rows into each rank's shard."""
         return cast("Any", self.face)._load_into(interceptor.module, *args, **kwargs)
 
     def _runs_plainly(self, interceptor: MethodInterceptor) -> bool:
-        """Whether a call past the model runs as it is: without shards, gradients from outside are averaged anyway.
+        """Whether a direct call runs unchanged: without shards, gradients from outside of programs are averaged anyway.
 
-        What has begun as a fragment of a split model stays one, and what has begun as plain Python stays that, wherever
-        it is called: a recomputation runs as its call did, and which call it repeats cannot be told.
+        A fragment of a split model stays one, and what has begun as plain Python stays that, wherever it is called: a
+        recomputation must run as its call did, and which call it repeats is not known.
         """
         if self.engine.runtime.layout.stage.optimizer_sharded or interceptor in self._fragments:
             return False
@@ -165,7 +165,7 @@ class Tree:
 
     def _fragment_of(self, interceptor: MethodInterceptor) -> Fragment:
         is_root = interceptor.module is self.model and interceptor.key == "forward"
-        if is_root and not any(hook_tables([self.model])):  # else they would run twice: here, and where it is traced
+        if is_root and not any(hook_tables([self.model])):  # otherwise they would run twice: here, and when traced
             return self.root
         if interceptor not in self._fragments:
             module, path = interceptor.module, self._paths[id(interceptor.module)]
@@ -174,7 +174,7 @@ class Tree:
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Inside, the tree has full parameters, and the model's code runs as it is; see `CompiledModule.unsharded`."""
+        """Inside, the tree has full parameters, and the model's code runs unchanged; see `CompiledModule.unsharded`."""
         runtime = self.engine.runtime
         if runtime.is_full or self.call is not None:
             problem = "is within another one" if runtime.is_full else "is within a call of the model"
@@ -193,10 +193,10 @@ class Tree:
             _put(self.sites, before)
 
     def _check_unchanged(self, full: Mapping[str, nn.Parameter], versions: Mapping[str, int]) -> None:
-        """Refuse what would be lost of what was done within `unsharded`.
+        """Refuse changes within `unsharded` that would be lost.
 
         Raises:
-            ParameterError: a parameter was written to or replaced. The others, which may not have done so, are told.
+            ParameterError: a parameter was written to or replaced. Reported to other ranks, where it may not have been.
         """
         try:
             check_in_place(self.sites, full)
@@ -213,7 +213,7 @@ class Tree:
         """Full parameters by name, none of which is trained. Collective.
 
         Raises:
-            OptionError: they are more than the memory limit.
+            OptionError: they exceed the memory limit.
         """
         runtime = self.engine.runtime
         layout, limit = runtime.layout, runtime.options.limit
@@ -236,7 +236,7 @@ class Tree:
         return found
 
     def refuse_strangers(self, module: nn.Module, path: str) -> None:
-        """Refuse parameters in `module`, which is at `path`, that were not in the model when it was compiled.
+        """Refuse parameters in `module`, at `path`, that were not in the model when it was compiled.
 
         Raises:
             ParameterError: there is one: its gradient would be this rank's own.
@@ -245,17 +245,17 @@ class Tree:
             self.refuse_stranger(name, parameter)
 
     def refuse_stranger(self, path: str, value: object) -> None:
-        """The same of what is to be at `path`: a parameter, a module, or anything else."""
+        """The same for a value to be set at `path`: a parameter, a module, or anything else."""
         if isinstance(value, nn.Module):
             self.refuse_strangers(value, path)
         if isinstance(value, nn.Parameter) and id(value) not in self._known and not isinstance(value, Leaf):
             problem = "was put into the model after zcompile.compile, so that it is not sharded"
             raise ParameterError(
-                path, problem, "change the model before zcompile.compile; values of what is there in place"
+                path, problem, "change the model before zcompile.compile, or values of its parameters in place"
             )
 
     def names(self, path: str, signature: inspect.Signature) -> Names:
-        """What the inputs of a graph are called that a function of `signature`, at `path`, was traced into."""
+        """The names of a graph's inputs, which was traced from a function of `signature`, at `path`."""
         return Names(
             {id(site.placeholder): site.name for site in self.sites},
             {id(buffer): name for name, buffer in self.model.named_buffers()} | self._ignored,
@@ -266,12 +266,12 @@ class Tree:
 
     @property
     def locals(self) -> Locals:
-        """What programs are given for parameters that are DTensors."""
+        """What programs get for parameters that are DTensors."""
         return {id(site.placeholder): site.local for site in self.sites if site.local is not None}
 
 
 def tree_of(model: nn.Module) -> Tree | None:
-    """The tree of a model that is compiled; None of any other one, also of a part of such a model."""
+    """The tree of a compiled model; None for any other, including a part of such a model."""
     found = vars(model).get("forward")
     if not isinstance(found, MethodInterceptor) or found.module is not model:
         return None
@@ -283,7 +283,7 @@ class Fragment:
     """A module whose calls run as programs, or, once its code has broken the graph, as Python around fragments."""
 
     updater: Updater | None = None
-    """What the programs update parameters with, where they do."""
+    """Updates parameters, in programs that do."""
 
     def __init__(
         self, tree: Tree, module: nn.Module, path: str, forward: Callable[..., Any], *, of_method: str = "forward"
@@ -297,13 +297,13 @@ class Fragment:
             e for e in self._interceptors if e.module is module and (of_forward or e.key != "forward")
         ]
         self.initialises = not of_forward and draws_in_place(module, of_method)
-        """True for a method that draws values for parameters: on all ranks the same, where they are seeded alike."""
+        """True for a method that draws values for parameters: the same on all ranks, if they have the same seed."""
         self._is_split = not of_forward
         self._is_split_under_hooks = False
-        """True if the hooks that there are for all modules, as counters of operations have them, break its graph."""
+        """True if global module hooks, such as those of operation counters, break its graph."""
         self._hooks = HookWatch(module, itself=not path)
         self._was_called = False
-        # DTensors of sizes that vary are beyond Dynamo: a program for each.
+        # Dynamo does not support DTensors with varying sizes: one program for each size.
         dynamic = False if any(site.local is not None for site in tree.sites) else None
         lines = [f"{path} {type(module).__qualname__}"]
         lines += [f"{site.name} {list(site.placeholder.shape)}" for site in self.sites]
@@ -334,7 +334,7 @@ class Fragment:
             except BREAKS as error:
                 self._split(error)
             else:
-                # In a recomputation, within a backward, there is no call: gradients come by the graph of the first run.
+                # In a recomputation within a backward there is no call: gradients use the graph of the first run.
                 if self.tree.call is not None:
                     self.tree.call.watch(result, (args, kwargs))
                 return result
@@ -343,7 +343,7 @@ class Fragment:
 
     @contextlib.contextmanager
     def _first_call(self) -> Iterator[None]:
-        """Around the first call, which is traced: that takes its time."""
+        """Around the first call, which is traced and takes a while."""
         self._was_called = True
         with self.tree.engine.runtime.progress.doing(f"tracing {self.path or 'its forward'}"), old_objects_frozen():
             yield
@@ -352,7 +352,7 @@ class Fragment:
         """The backend that torch.compile calls, once for every graph."""
         for value in inputs:
             if name := self.tree.retired.get(id(value), (None, ""))[1]:
-                problem = "the model's code reads this parameter past its module, where it is empty now"
+                problem = "the model's code does not read this parameter from its module, and it is empty now"
                 raise ParameterError(
                     name, problem, "read it as an attribute of its module, not from a list or a closure"
                 )
@@ -372,7 +372,7 @@ class Fragment:
 
     @property
     def names(self) -> Names:
-        """What the inputs of its graphs are called."""
+        """The names of its graphs' inputs."""
         return self.tree.names(self.path, inspect.signature(type(self.module).forward))
 
     def _split(self, error: Exception) -> None:
@@ -390,7 +390,7 @@ class Fragment:
 
     @contextlib.contextmanager
     def _placeholders_in_place(self) -> Iterator[None]:
-        """Placeholders in the module's tree while a traced call runs; shards otherwise, also after an exception."""
+        """Placeholders in the module's tree while a traced call runs; shards otherwise, even after an exception."""
         before = self._check(self.sites)
         try:
             with no_torch_function():
@@ -405,7 +405,7 @@ class Fragment:
 
     @contextlib.contextmanager
     def _own_parameters_full(self) -> Iterator[None]:
-        """The module's own parameters gathered, as leaves of autograd, while its code runs as plain Python."""
+        """The module's own parameters gathered, as autograd leaves, while its code runs as plain Python."""
         owners = {id(owner) for owner in _owners(self.module)}
         own = [site for site in self.sites if id(site.owner) in owners]
         before = self._check(own)
@@ -449,7 +449,7 @@ class Fragment:
             leaves.delivery.at_end(leaves.reduce)
 
     def shards_in_place(self) -> list[nn.Parameter | None]:
-        """What stands in the tree now at the places of all of its parameters: shards.
+        """The current parameters of the whole tree: shards.
 
         Raises:
             ParameterError: one was replaced, or has a hook that would not run.
@@ -457,7 +457,7 @@ class Fragment:
         return self._check(self.sites)
 
     def _check(self, sites: Sequence[Site]) -> list[nn.Parameter | None]:
-        """What stands in the tree at `sites`: shards, or full parameters for the plain Python around this call."""
+        """The current parameters at `sites`: shards, or full parameters for the plain Python around this call."""
         if found := with_gradient_hooks([site.shard for site in sites]):
             raise hooked(next(site.name for site in sites if site.shard is found[0]))
         result = parameters_at([(site.owner, site.key) for site in sites])
@@ -465,14 +465,14 @@ class Fragment:
             if current is not site.shard and not isinstance(current, Leaf):
                 fix = "change its values in place: with torch.no_grad(): p.copy_(...)"
                 there: object = current
-                if there is not None and not isinstance(there, nn.Parameter):  # nothing else puts a tensor there
+                if there is not None and not isinstance(there, nn.Parameter):  # only functional_call does that
                     fix = "call torch.func.functional_call within compiled.unsharded()"
                 raise ParameterError(site.name, "was replaced or taken away after zcompile.compile", fix)
         return result
 
 
 def _put(sites: Sequence[Site], values: Sequence[nn.Parameter | None]) -> None:
-    """Let each of `sites` hold its value in the module tree."""
+    """Set the values of `sites` in the module tree."""
     put_parameters([(site.owner, site.key) for site in sites], values)
 
 
@@ -485,7 +485,7 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _backend(fragment: Fragment) -> Callable[..., Any]:
-    """What torch.compile calls for `fragment`. torch remembers it for good, and must not keep the model alive by it."""
+    """The backend of torch.compile for `fragment`. torch keeps it for good, which must not keep the model alive."""
     weak = weakref.ref(fragment)
 
     def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -1,9 +1,9 @@
 """Interceptors of calls of a sharded model's modules, and of methods that read a parameter of their own module.
 
-Outside of its programs a model's parameters are shards, with which its code cannot compute. So each module that has
-parameters has an interceptor in place of its `forward`, set on the instance as wrappers of forward commonly are,
-and so has each of its methods whose code reads a parameter of that module. Where the model is traced, or its code runs
-over full parameters, interceptors are taken out: what is traced is the plain model.
+Outside of programs a model's parameters are shards, with which its code cannot compute. So each module with parameters
+has an interceptor in place of its `forward`, set on the instance as wrappers of forward usually are, and so does each
+method whose code reads a parameter of its module. While the model is traced, or its code runs with full parameters,
+interceptors are removed: the plain model is traced.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _MISSING: Any = object()
 
 
 class MethodInterceptor:
-    """Stands in a module for its `forward`, or for another method, under the name `key`.
+    """Replaces a module's `forward`, or another method, under the name `key`.
 
     Args:
-        module: Whose method it is.
+        module: The module of the method.
         key: The name of the method.
-        enter: What is called in its place, with the interceptor and the arguments of the call.
+        enter: Called instead, with the interceptor and the arguments of the call.
     """
 
     def __init__(self, module: nn.Module, key: str, enter: Enter) -> None:
@@ -40,12 +40,12 @@ class MethodInterceptor:
         self.before = vars(module).get(key, _MISSING)
         self.is_out = True
         self.method: Callable[..., Any] = getattr(module, key)
-        """What it stands for."""
+        """The method that it replaces."""
         self.__name__, self.__doc__ = key, self.method.__doc__
         self.__wrapped__ = self.method  # for inspect.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Who has wrapped it calls it where interceptors are taken out, too, as torch.compile does while it traces.
+        # A wrapper around it may call it even while interceptors are removed, as torch.compile does when tracing.
         return self.method(*args, **kwargs) if self.is_out else self._enter(self, args, kwargs)
 
     def __deepcopy__(self, _: object) -> NoReturn:
@@ -59,11 +59,11 @@ class MethodInterceptor:
 
 @contextlib.contextmanager
 def taken_out(interceptors: Sequence[MethodInterceptor]) -> Iterator[None]:
-    """Inside, modules are as they were without these interceptors; those that were out before stay out afterwards."""
+    """Inside, these interceptors are removed from their modules; those removed before stay removed afterwards."""
     taken = [interceptor for interceptor in interceptors if not interceptor.is_out]
     for interceptor in taken:
         held, interceptor.is_out = interceptor.module.__dict__, True
-        if interceptor.key in held and held[interceptor.key] is interceptor:  # it was not changed since
+        if interceptor.key in held and held[interceptor.key] is interceptor:  # it has not been replaced since
             if interceptor.before is _MISSING:
                 del held[interceptor.key]
             else:
@@ -75,19 +75,19 @@ def taken_out(interceptors: Sequence[MethodInterceptor]) -> Iterator[None]:
 
 
 def put(interceptors: Iterable[MethodInterceptor]) -> None:
-    """Let each module have its interceptor, where it has what it had before.
+    """Install each interceptor, if its module still has what it had before.
 
-    A model has hundreds, and does this in each call: without calls of Python's for each.
+    A model has hundreds, and does this in each call: avoid Python calls for each.
     """
     for interceptor in interceptors:
         held, interceptor.is_out = interceptor.module.__dict__, False
-        now = held[interceptor.key] if interceptor.key in held else _MISSING  # noqa: SIM401  # a call for each
-        if now is interceptor.before or now == interceptor.method:  # what was taken from the module and put back
+        now = held[interceptor.key] if interceptor.key in held else _MISSING  # noqa: SIM401  # avoids a call
+        if now is interceptor.before or now == interceptor.method:  # a bound method read and set again
             held[interceptor.key] = interceptor
 
 
 def intercepted_methods(module: nn.Module) -> Iterator[str]:
-    """The methods of a module that need one: `forward`, if it has any parameters, and those that read its own."""
+    """The methods of a module to intercept: `forward`, if it has any parameters, and those that read its own."""
     if not is_container(module) and next(module.parameters(), None) is not None:
         yield "forward"
     own = {key for key, parameter in parameters_of(module).items() if parameter is not None}
@@ -101,7 +101,7 @@ def intercepted_methods(module: nn.Module) -> Iterator[str]:
 
 
 def draws_in_place(module: nn.Module, name: str) -> bool:
-    """True for a method whose code fills tensors with random numbers, as what gives parameters new values does."""
+    """True for a method whose code fills tensors with random numbers, as methods that initialize parameters do."""
     return bool(_FILLS_RANDOMLY & _names_read(name, _functions_of(type(module))))
 
 
@@ -113,7 +113,7 @@ _FILLS_RANDOMLY = {
 
 
 def _functions_of(kind: type[nn.Module]) -> dict[str, types.CodeType]:
-    """The code of a class's plain methods, those of torch's own classes and special ones left out."""
+    """The code of a class's plain methods, except special ones and those of torch's own classes."""
     found = dict[str, types.CodeType]()
     for base in reversed(kind.__mro__):
         if base.__module__.partition(".")[0] in ("torch", "builtins"):
@@ -126,7 +126,7 @@ def _functions_of(kind: type[nn.Module]) -> dict[str, types.CodeType]:
 
 
 def _names_read(name: str, functions: dict[str, types.CodeType]) -> set[str]:
-    """The attributes that a method reads, and those that methods do whose names it reads."""
+    """The attributes that a method reads, and those that methods with these names read."""
     seen, waiting = set[str](), [name]
     while waiting:
         code = functions.get(waiting.pop())

@@ -1,6 +1,6 @@
 """Full parameters while a module's code runs as plain Python: leaves, whose gradients are averaged afterwards.
 
-What it has written to them changes the shards if it is a method between steps; nothing else may write.
+A method called between steps may write to them, which changes the shards; nothing else may write.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zcompile.torch_internals.modules import parameters_of
 
 
 class FullParameter(nn.Parameter):
-    """A full parameter, of which writes are noticed, those to its `.data` too: they would not change the shards."""
+    """A full parameter whose writes are detected, even those to its `.data`, since they would not change the shards."""
 
     zcompile_name: str
 
@@ -38,12 +38,12 @@ class FullParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """Its values, as `.data` gives them; writes to them count as its own."""
+        """Its values, like `.data`; writes to them count as its own."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """A write like any other. Conversions, as by `module.half()`, are for as long as it is full.
+        """A write like any other. Conversions, as by `module.half()`, last as long as it is full.
 
         Raises:
             ParameterError: `value` has another shape.
@@ -58,7 +58,7 @@ class FullParameter(nn.Parameter):
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A parameter as any other: the copy is its owner's, to keep and to write to."""
+        """A plain parameter: the copy is its owner's, to keep and to write to."""
         made = memo[id(self)] = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
         return made
 
@@ -69,7 +69,7 @@ class Leaf(FullParameter):
 
 @dataclass(frozen=True)
 class Leaves:
-    """Parameters of a unit, full for one call of plain Python, whose gradients autograd collects."""
+    """Parameters of a unit, full for one call of plain Python, whose gradients autograd accumulates."""
 
     bound: BoundUnit
     tensors: dict[str, Leaf]
@@ -85,7 +85,7 @@ class Leaves:
         return cls(bound, made, delivery)
 
     def reduce(self) -> Sequence[Gradients]:
-        """Average over the ranks what autograd has collected; what one rank's code did not reach counts as zero."""
+        """Average accumulated gradients over the ranks; a rank whose code did not use a parameter counts as zero."""
         shards, leaves = self.bound.shards, self.tensors
         own = [leaf.grad for leaf in leaves.values()]
         with torch.no_grad():
@@ -104,30 +104,30 @@ class Leaves:
 
 
 def digest(*names: str) -> str:
-    """What the ranks tell each other of code that is no program."""
+    """Identifies, in messages between ranks, code that is not a program."""
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
 def check_in_place(sites: Sequence[Site], full: Mapping[str, nn.Parameter]) -> None:
-    """Refuse what code has put into the places of full parameters, which would be lost.
+    """Refuse replacements of full parameters, which would be lost.
 
     Raises:
-        ParameterError: something else than `full` stands at one of `sites`.
+        ParameterError: one of `sites` has another value than in `full`.
     """
     for site in sites:
         if parameters_of(site.owner).get(site.key) is not full[site.name]:
             fix = "change its values in place, between steps: with torch.no_grad(): p.copy_(...)"
             raise ParameterError(
-                site.name, "was replaced or taken away where it is full for now, which does not change the shards", fix
+                site.name, "was replaced or removed while it is full, which does not change the shards", fix
             )
 
 
 def write_back(leaves: Mapping[str, Leaf], runtime: ModelRuntime) -> None:
-    """Let the shards have what a method has written. Collective: the first rank's values, where ranks draw others.
+    """Copy a method's writes to the shards. Collective: the first rank's values, if ranks draw others.
 
     Raises:
-        ParameterError: a parameter has another dtype or shape here, so that its shards cannot have what was written.
-        AgreementError: ranks have written to others.
+        ParameterError: a parameter has another dtype or shape here, so its shards cannot hold what was written.
+        AgreementError: ranks have written to different parameters.
     """
     shards = {name: unit.parameters[name] for unit in runtime.shards.values() for name in unit.parameters}
     for name, leaf in leaves.items():

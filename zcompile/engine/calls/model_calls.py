@@ -1,4 +1,4 @@
-"""Calls of a model: what a backward must find as its forward left it."""
+"""Calls of a model: checks that a backward finds the state that its forward has left."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from zcompile.torch_internals.pytree import tree_leaves
 
 @dataclass
 class ModelCall:
-    """One forward, until its graph is gone."""
+    """One forward, as long as its graph lives."""
 
     version: Callable[[], int]
-    """Grows with every change of a parameter."""
+    """Returns a number that grows with every change of a parameter."""
     delivery: Delivery
     returned: Callable[[], None]
     """Called when the model has returned."""
     late: list[Callable[[], Sequence[Gradients]]] = field(default_factory=list)
-    """Reductions to make once a backward of this call has come to its end, the same ones on every rank."""
+    """Reductions to make at the end of a backward of this call, the same ones on every rank."""
     nodes: list[Node] = field(default_factory=list)
-    """Where autograd brings gradients of `late`, kept until the model has returned: then the graph has them."""
+    """Nodes that get gradients for `late`, kept until the model has returned: from then on the graph holds them."""
     may_overflow: bool = False
-    """True if gradients are float16, and may be scaled."""
+    """True if gradients are float16 and may be scaled."""
     of_method: bool = False
-    """True if it is a method that is called, not a forward: it may write to parameters."""
+    """True if a method is called, not a forward: it may write to parameters."""
     seen: int = field(init=False)
-    """The version at its beginning."""
+    """The version at the start of the call."""
     _begun: int | None = None
 
     def __post_init__(self) -> None:
         self.seen = self.version()
 
     def watch(self, result: Any, given: Any) -> None:
-        """Refuse, when it comes, a backward of a compiled graph that would be wrong: a second one, or a late one.
+        """Let a later backward of a compiled graph raise if it would be wrong: a second one, or one after an update.
 
-        `given`: the graph's arguments, behind which other graphs lie.
+        `given`: the graph's arguments, which may depend on other graphs.
         """
         for node in _compiled_nodes(_nodes_of(result), _nodes_of(given)):
             kinds = kinds_left_undefined(node, self.delivery.results)
@@ -55,11 +55,11 @@ class ModelCall:
             mark(node)
 
     def reduce_later(self, leaves: Iterable[torch.Tensor], reduce: Callable[[], Sequence[Gradients]]) -> None:
-        """Call `reduce` at the end of a backward of this call, also of one that reaches only some of `leaves`."""
+        """Call `reduce` at the end of a backward of this call, even of one that reaches only some of `leaves`."""
         self.late.append(reduce)
         for leaf in leaves:
             if leaf.requires_grad:
-                # By the node: it does not hang on the leaf, which would be kept by a hook of its own that knows it.
+                # On the node, which does not refer to the leaf: a hook on the leaf would keep the leaf alive.
                 node = get_gradient_edge(leaf).node
                 node.register_prehook(self.begin)
                 mark(node)
@@ -74,7 +74,7 @@ class ModelCall:
         self.returned()
 
     def begin(self, _: object) -> None:
-        """Runs before the first parts of a backward of this call.
+        """Runs before the first part of a backward of this call.
 
         Raises:
             BackwardError: a parameter changed since the forward; or torch's compiled autograd runs the backward.
@@ -95,22 +95,22 @@ class ModelCall:
 
 @dataclass
 class _Check:
-    """One compiled part of a call."""
+    """A check of one compiled part of a call."""
 
     call: ModelCall
     accumulator: Node | None
-    """What a backward runs if it wants gradients of all parameters, behind one of them."""
+    """A node that a backward runs only if it wants gradients of all parameters."""
     kinds: Sequence[Any] | None
-    """What autograd knows of its results, where it gives the program nothing for those that no gradient comes to."""
+    """What autograd knows of its results, if the program gets nothing for results without a gradient."""
     freed: Sequence[bool] | None = None
-    """Which results had a gradient in the backward that has freed the graph, once one has."""
+    """Which results had a gradient in the backward that freed the graph; None until then."""
 
     def before(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Runs before this part's backward.
 
         Raises:
-            BackwardError: the graph was freed by an earlier backward, or a graph of the backward is asked for, or
-                gradients of some parameters alone.
+            BackwardError: the graph was freed by an earlier backward, or the backward is to create a graph, or
+                gradients of some parameters only are asked for.
         """
         flowing = [gradient is not None for gradient in grads]
         if self.freed is not None:
@@ -131,7 +131,7 @@ class _Check:
 
 
 def tensors_in(result: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Tensors in what a model takes or returns: containers, dataclasses and other objects with attributes."""
+    """Tensors in a model's arguments or results: containers, dataclasses and other objects with attributes."""
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -140,7 +140,7 @@ def tensors_in(result: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 
 def _parts(value: Any) -> list[Any]:
-    """What an object holds: the members of a set or mapping, its attributes, with or without `__slots__`."""
+    """The members of a set or mapping, or an object's attributes, with or without `__slots__`."""
     if isinstance(value, (set, frozenset)):
         return list(value)
     if isinstance(value, Mapping):
@@ -159,7 +159,7 @@ def _nodes_of(value: Any) -> set[Node]:
 
 
 def _compiled_nodes(ends: set[Node], begins: set[Node]) -> Iterator[Node]:
-    """The nodes of compiled functions that are met first on the way from `ends` to `begins`."""
+    """The first nodes of compiled functions on each path from `ends` to `begins`."""
     seen = set(begins)
     left = list(ends)
     while left:

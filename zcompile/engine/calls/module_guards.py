@@ -1,8 +1,7 @@
-"""What torch.compile does not look at between calls of a model: hooks, and which module stands where.
+"""Guards that torch.compile lacks, or is slow at: hooks, and the structure of the module tree.
 
-It takes a module for another one of its class, and skips hooks, whose guards take it 2 ms a call for a thousand
-modules. Here both are 0.1 ms. What has changed makes another text, with which traced functions are called, so that
-torch.compile traces them again.
+It takes one module for another of its class, and guards on hooks take it 2 ms a call for a thousand modules; here both
+take 0.1 ms. A change gives another text, an argument of traced functions, so that torch.compile traces them again.
 """
 
 from __future__ import annotations
@@ -16,38 +15,38 @@ from zcompile.torch_internals.modules import hook_tables, parameters_of, submodu
 
 
 class TreeWatch:
-    """Sees that modules or parameters of a model were put elsewhere, added or taken away."""
+    """Detects modules or parameters of a model that were moved, added or removed."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.version = 0
-        """How often a changed tree was accepted."""
+        """Number of changes accepted so far."""
         self._seen = _tree(model)
 
     def has_changed(self) -> bool:
-        """True if the tree is another one than was last accepted."""
+        """True if the tree differs from the last accepted one."""
         attributes, below, counts = self._seen
         now = [held["_modules"] for held in attributes]
         return now != below or [*map(len, [held["_parameters"] for held in attributes])] != counts
 
     def accept(self) -> None:
-        """Take the tree as it is now."""
+        """Accept the tree as it is now."""
         self.version += 1
         self._seen = _tree(self.model)
 
 
 def _tree(model: nn.Module) -> tuple[list[dict[str, Any]], list[dict[str, nn.Module | None]], list[int]]:
-    """Of all modules: their attributes, the modules right below each, and the number of its parameters."""
+    """For all modules: their attributes, their direct submodules, and their numbers of parameters."""
     modules = [*model.modules()]
     below = [dict(submodules_of(module)) for module in modules]
     return [vars(module) for module in modules], below, [len(parameters_of(module)) for module in modules]
 
 
 class HookWatch:
-    """The number of hooks on what is traced of a module, as a text, with the constants among their defaults.
+    """The number of hooks on the traced part of a module, as text, with the constants among their defaults.
 
-    Which ones they are torch.compile sees itself, but in torch 2.11 not these constants.
-    `itself`: its own hooks are traced too, not only those of the modules in it.
+    torch.compile itself guards on which hooks these are, but torch 2.11 not on these constants. `itself`: the module's
+    own hooks are traced, too, not only those of its submodules.
     """
 
     def __init__(self, module: nn.Module, *, itself: bool) -> None:
@@ -55,7 +54,7 @@ class HookWatch:
         self._tables: tuple[int, Sequence[Mapping[int, Callable[..., Any]]]] = (-1, ())
 
     def text(self, version: int) -> str:
-        """A text that is another one for other numbers or constants, and for another `version` of the tree."""
+        """A text that differs for other numbers or constants, and for another `version` of the tree."""
         known, tables = self._tables
         if known != version:
             modules = [module for module in self.module.modules() if self.itself or module is not self.module]
@@ -65,6 +64,6 @@ class HookWatch:
 
 
 def _constants(hooks: Mapping[int, Callable[..., Any]]) -> list[list[Any]]:
-    """Of each hook the constants among the defaults of its arguments."""
+    """For each hook, the constants among the defaults of its arguments."""
     defaults = [getattr(hook, "__defaults__", None) or () for hook in hooks.values()]
     return [[value for value in values if isinstance(value, (bool, int, float, str))] for values in defaults]

@@ -1,4 +1,4 @@
-"""What a module's plain Python reads of parameters, its own and others', and what becomes of what it writes to them."""
+"""Reads of parameters by a module's plain Python, its own and others', and writes to them."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ Gather = Callable[[Sequence[Site], str], dict[str, Leaf]]
 
 
 class PlainReads:
-    """Parameters that a module's plain Python reads past the modules that they are in: gathered once they are read.
+    """Parameters that a module's plain Python reads from other modules: gathered when they are read.
 
-    Within such code a shard stands for its full parameter, as `F.linear(x, self.embedding.weight)` wants it. It is
-    kept until the code that reads it first has returned. A function that is checkpointed runs again within a backward,
-    where no module's code is around it: `again` gathers, for each read, what stands for a parameter there.
+    Within such code a shard acts as its full parameter, as in `F.linear(x, self.embedding.weight)`. That is kept until
+    the code that first reads it has returned. A checkpointed function runs again within a backward, where no module's
+    code runs around it: there `again` gathers the full parameter for each read.
 
-    What code that may do so has written to full parameters goes to `write` when it returns, and before anything else is
-    called that could read the shards.
+    Writes by code that may make them are passed to `write` when it returns, and before it calls anything else that
+    could read the shards.
     """
 
     def __init__(self, sites: Sequence[Site], again: Gather, write: Callable[[Mapping[str, Leaf]], None]) -> None:
         self._all, self._sites, self._again = sites, {id(site.shard): site for site in sites}, again
         self._write = write
         self.running: list[_Code] = []
-        """Code that is running, the outermost first."""
+        """Code that is running, outermost first."""
         self._code: _Code | None = None
         self._is_aside = False
         self._read: set[str] = set()
-        """What plain Python of the model has read so far: what it computes again reads nothing else."""
+        """Names that plain Python of the model has read so far: its recomputations read no others."""
         for site in sites:
             shard: object = site.shard
             if isinstance(shard, ShardedParameter):
                 shard.zcompile_reader = weakref.ref(self)
 
     def full(self, parameter: ShardedParameter) -> nn.Parameter | None:
-        """All of a parameter, gathered where it was not yet; None where no plain Python of a model runs. Collective.
+        """All of a parameter, gathered if it was not; None if no plain Python of a model runs. Collective.
 
         Raises:
             ParameterError: it would be gathered within a transform of torch.func, which would not see its gradient.
@@ -63,19 +63,19 @@ class PlainReads:
             if code is None:
                 with self.aside():
                     return self._again([site], site.name)[site.name]
-            with self.aside(), torch.set_grad_enabled(code.trains):  # what it reads without gradients, it may use with
+            with self.aside(), torch.set_grad_enabled(code.trains):  # read without gradients, it may be used with
                 code.add(code.gather([site], site.name))
             code.read.add(site.name)
             self._read.add(site.name)
         return code.leaves[site.name]
 
     def kind(self, parameter: ShardedParameter) -> torch.Tensor | None:
-        """What has the dtype and the device of all of a parameter, where plain Python of a model asks for them."""
+        """A tensor with the dtype and device of the full parameter, if plain Python of a model asks for them."""
         site = self._read_site(parameter)
         return None if site is None else site.placeholder
 
     def _read_site(self, parameter: ShardedParameter) -> Site | None:
-        """The place of a parameter, if it is the model's own code that reads it, as plain Python."""
+        """The site of a parameter, if the model's own code reads it as plain Python."""
         code, site = self._code, self._sites.get(id(parameter))
         if code is not None:
             return site if code.thread == threading.get_ident() else None
@@ -84,13 +84,13 @@ class PlainReads:
 
     @contextlib.contextmanager
     def within(self, gather: Gather, own: dict[str, Leaf], *, writes: bool, place: str) -> Iterator[None]:
-        """Plain Python of a module runs; `gather` gives full parameters, for the reader that is named.
+        """Around plain Python of a module; `gather` returns full parameters, for a named reader.
 
-        `own`: the module's own parameters, which are full already. `writes`: it may write to parameters. `place`: whose
-        code it is, for errors.
+        `own`: the module's own parameters, which are full already. `writes`: it may write to parameters. `place`: names
+        the code, for errors.
 
         Raises:
-            CaptureError, ParameterError, AgreementError: what it has written cannot be kept.
+            CaptureError, ParameterError, AgreementError: its writes cannot be kept.
         """
         before = self._code, self._is_aside
         self._read.update(own)
@@ -107,7 +107,7 @@ class PlainReads:
             self._put_back(code)
 
     def settle(self) -> None:
-        """Let shards have what the code that is running has written so far, as what it calls reads them. Collective."""
+        """Copy the writes so far of running code to the shards, since its callees read them. Collective."""
         for code in self.running:
             self._settle(code)
 
@@ -122,14 +122,14 @@ class PlainReads:
                 other.take(written)
 
     def _put_back(self, code: _Code) -> None:
-        """Shards where code has set full parameters, as `other.weight *= 2` does."""
+        """Restore shards that code has replaced by full parameters, as `other.weight *= 2` does."""
         for site in self._all if code.read else ():
             if site.name in code.read and parameters_of(site.owner).get(site.key) is code.leaves[site.name]:
                 parameters_of(site.owner)[site.key] = site.shard
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """A program runs, or zcompile itself: shards are shards."""
+        """Around a program, or zcompile's own code: shards are shards."""
         before = self._code, self._is_aside
         self._code, self._is_aside = None, True
         try:
@@ -148,10 +148,10 @@ class _Code:
     """True if it may write to parameters."""
     place: str
     thread: int = field(default_factory=threading.get_ident)
-    """Others, as one that saves or averages shards meanwhile, are not the model's code."""
+    """Other threads, such as one that saves or averages shards meanwhile, are not the model's code."""
     leaves: dict[str, Leaf] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
-    """Those that it has read past its own module."""
+    """Names that it has read from other modules."""
     _versions: dict[str, int] = field(default_factory=dict)
 
     def add(self, leaves: Mapping[str, Leaf]) -> None:
@@ -159,12 +159,12 @@ class _Code:
         self._versions |= {name: version_of(leaf) for name, leaf in leaves.items()}
 
     def written(self) -> dict[str, Leaf]:
-        """What was written to since it was gathered, or settled."""
+        """The leaves written to since they were gathered or settled."""
         return {name: leaf for name, leaf in self.leaves.items() if version_of(leaf) != self._versions[name]}
 
     @torch.no_grad()
     def take(self, leaves: Mapping[str, Leaf]) -> None:
-        """Have the values of `leaves`, which other code has written, where it has gathered these, too."""
+        """Copy the values of `leaves`, which other code has written, into its own leaves of these names."""
         for name in leaves.keys() & self.leaves.keys():
             if self.leaves[name] is not leaves[name]:
                 self.leaves[name].copy_(leaves[name])
