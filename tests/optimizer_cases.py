@@ -110,7 +110,7 @@ CASES = (
     torchs("RMSprop", centered=True, momentum=0.9, lr=0.01),
     torchs("ASGD"),
     torchs("Rprop"),
-    torchs("SparseAdam", plain=REFUSED, shards=REFUSED, whole=REFUSED, says="takes sparse gradients alone"),
+    torchs("SparseAdam", plain=REFUSED, shards=REFUSED, whole=REFUSED, says="takes only sparse gradients"),
     torchs("Adafactor", shards=REFUSED, says=NEEDS_WHOLE),
     torchs("Muon", shards="≈ 0.2", matrices=True),
     torchs("LBFGS", lr=0.1, max_iter=3, shards=REFUSED, whole=REFUSED, says="LBFGS flattens it"),

@@ -44,7 +44,7 @@ def test_a_kind_of_gpu_without_graphs_is_never_within_a_capture() -> None:
 
 def test_cuda_graphs_are_of_cuda() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(OptionError, match=r"cuda_graphs: wants a CUDA device, and the model is on cpu"):
+    with pytest.raises(OptionError, match=r"cuda_graphs: needs a CUDA device, and the model is on cpu"):
         zcompile.compile(model, cuda_graphs=True)
     assert type(model.weight) is nn.Parameter, "the model is as it was"
 

@@ -314,7 +314,7 @@ def loss_alone(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
         (named_by_number, {}, "OptionError: loss_fn: gives a metric called 1"),
         (loss_alone, {"results": "first"}, "OptionError: results: 'first' is unknown"),
         (loss_alone, {"grad_scaler": 1.0}, "OptionError: grad_scaler: is a float"),
-        (loss_alone, {"dtype": torch.float16}, "OptionError: dtype: is float16.*want a GradScaler"),
+        (loss_alone, {"dtype": torch.float16}, "OptionError: dtype: is float16.*need a GradScaler"),
         (
             loss_alone,
             {"dtype": torch.float16, "grad_scaler": torch.amp.GradScaler("cpu", enabled=False)},

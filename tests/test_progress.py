@@ -88,7 +88,7 @@ def test_a_model_says_what_it_is_at_at_its_first_call(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_regions_are_compiled_where_something_compiles_them(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[str]()
-    cache = RegionCache(backend, told=told.append)
+    cache = RegionCache(backend, note=told.append)
     monkeypatch.setattr(cache, "_run", lambda region: region)
     (graph := fx.Graph()).output(())
     cache.get_all(dict.fromkeys(("region_0", "region_1"), Region("", graph, ())))

@@ -1,1 +1,1 @@
-"""What compiles and runs the programs of a sharded model."""
+"""Compiles and runs the programs of a sharded model."""

@@ -1,7 +1,7 @@
-"""Calibration: what this rank's device and its group reach, measured.
+"""Calibration: measures the rates of this rank's device and its group.
 
-All ranks measure at the same time, so what they share, memory, processors and links, is shared as in a step. Figures
-are the best of several runs: what the machine reaches when nothing else disturbs it.
+All ranks measure at the same time, so memory, processors and links are shared as in a step. Results are the best of
+several runs: what the machine reaches undisturbed.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from zcompile.torch_internals.dispatch import outside_modes
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is run to measure a device."""
+    """Sizes of the measurements on a device."""
 
     side: int
-    """Of the square matrices that are multiplied."""
+    """Rows and columns of the matrices that are multiplied."""
     touched: int
-    """Bytes read and written to measure the memory: more than the caches."""
+    """Bytes read and written to measure memory: more than the caches hold."""
     sent: int
-    """Bytes gathered to measure the line."""
+    """Bytes gathered to measure the link."""
 
 
 LITTLE = Sizes(768, 32 * 2**20, 4 * 2**20), Sizes(4096, 256 * 2**20, 64 * 2**20)
-"""Done in a fraction of a second, while a model is compiled: on the host, and on a GPU."""
+"""For a fraction of a second, while a model is compiled: on the host, and on a GPU."""
 MUCH = Sizes(1024, 64 * 2**20, 8 * 2**20), Sizes(8192, 2**30, 256 * 2**20)
-"""Done in some seconds, for a profile."""
+"""For some seconds, for a profile: on the host, and on a GPU."""
 _ATTENTION = (4, 8, 512, 64)
-"""Batch, heads, length and channels of the attention that is measured."""
+"""[batch, heads, length, channels] of the attention that is measured."""
 
 
 def measure(
@@ -45,8 +45,8 @@ def measure(
 ) -> Hardware:
     """The rates of the device, which computes in `dtype`, and of the group. Collective: every rank must measure.
 
-    `tensor`: of the ranks that have other parts of the model, neighbours of this one; their link comes first then.
-    What a tracer would make of tensors, if one is at work, is kept away.
+    `tensor`: the ranks that have other parts of the model, neighbours of this one; their link comes first then. Runs
+    outside of dispatch modes, such as those of a tracer.
     """
     with outside_modes(), torch.no_grad():
         meter = _Meter(communicator, LITTLE)
@@ -64,9 +64,9 @@ def measure(
 
 
 def _joined(links: Sequence[tuple[Link, int]]) -> Iterator[Link]:
-    """The levels of a network, of what was measured along each axis with its size, neighbours first.
+    """The levels of a network, given the link along each axis with the axis's size, neighbours first.
 
-    As many groups as the levels before join have measured at once: together they send so much more.
+    As many groups measured at once as the earlier levels join, so together they send that many times more.
     """
     ranks = 1
     for index, (link, size) in enumerate(links):
@@ -98,7 +98,7 @@ def survey(communicator: Communicator, name: str) -> Hardware:
 
 
 class _Meter:
-    """Measures one device and its group, of which it has a communicator whose traffic nobody reads."""
+    """Measures one device and its group, on a communicator of its own whose traffic is not read."""
 
     def __init__(self, communicator: Communicator, sizes: tuple[Sizes, Sizes]) -> None:
         self.communicator = Communicator(communicator.mesh, communicator.device)
@@ -106,7 +106,7 @@ class _Meter:
         self.sizes = sizes[is_gpu(self.device)]
 
     def _seconds(self, run: Callable[[], object], times: int = 3) -> float:
-        """The least seconds of `run`, after one run that is not counted; the device is waited for."""
+        """The least time of `run` in seconds, after a warm-up run; synchronizes with the device."""
         self.communicator.any_rank(torch.zeros(1, dtype=torch.int32))  # all ranks begin together
         least = math.inf
         for count in range(times + 1):
@@ -137,11 +137,11 @@ class _Meter:
         return flops / self._seconds(lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query))
 
     def function_rate(self) -> float:
-        """Elements per second that computing tanh takes beside reading and writing them."""
+        """Elements per second at which tanh is computed, in addition to reading and writing them."""
         wide = torch.ones(self.sizes.touched // 16, device=self.device)
         out = torch.empty_like(wide)
-        beside = self._seconds(lambda: torch.tanh(wide, out=out)) - self._seconds(lambda: torch.neg(wide, out=out))
-        return wide.numel() / beside if beside > 0 else math.inf
+        extra = self._seconds(lambda: torch.tanh(wide, out=out)) - self._seconds(lambda: torch.neg(wide, out=out))
+        return wide.numel() / extra if extra > 0 else math.inf
 
     def launch(self) -> float:
         small = torch.zeros(16, device=self.device)
@@ -159,7 +159,7 @@ class _Meter:
         return host.nbytes / self._seconds(lambda: host.to(self.device))
 
     def link(self, ranks: AxisCommunicator) -> Link:
-        """Between these ranks: which of them are neighbours is not known here."""
+        """The link between these ranks; which of them are neighbours is not known here."""
         if ranks.size == 1:
             return Link("between ranks", 0.0, math.inf)
         share = self.sizes.sent // ranks.size
@@ -170,7 +170,7 @@ class _Meter:
         return Link("between ranks", latency / hops, sent / max(seconds - latency, 1e-9))
 
     def sending(self) -> float:
-        """Seconds of compute that a byte costs while it is sent beside it."""
+        """Seconds of compute lost per byte that is sent in parallel."""
         ranks = self.communicator
         if ranks.size == 1:
             return 0.0
@@ -186,9 +186,9 @@ class _Meter:
         lost = self._seconds(lambda: self._gather(share, ranks, compute)) - self._seconds(compute)
         return max(lost, 0.0) / (share * (ranks.size - 1))
 
-    def _gather(self, nbytes: int, ranks: AxisCommunicator, beside: Callable[[], None] = lambda: None) -> None:
-        """Gather `nbytes` of every one of these ranks, and call `beside` while they are on their way."""
+    def _gather(self, nbytes: int, ranks: AxisCommunicator, overlap: Callable[[], None] = lambda: None) -> None:
+        """Gather `nbytes` of each of these ranks, and call `overlap` while they are in flight."""
         shard = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         work = ranks.collectives.all_gather(shard.new_empty(nbytes * ranks.size), shard)
-        beside()
+        overlap()
         work.wait()

@@ -1,10 +1,10 @@
-"""Regions as operations one by one: what kernels do otherwise than the fakes that a step is traced with.
+"""Regions as single operations: adjusted where kernels differ from the fake tensors that a step is traced with.
 
-A kernel may lay its result out otherwise than recorded: batch normalization follows the layout of its input, its fake
-does not. What was traced as a view of such a result then has to be a copy. And some kernels refuse a mix of dtypes that
-their fakes take: a normalization in float32 whose weights are gathered in bfloat16.
+A kernel's result may have another layout than recorded: batch normalization follows the layout of its input, its fake
+does not. A traced view of such a result then has to be a copy. And some kernels refuse a mix of dtypes that their fakes
+accept: a normalization in float32 whose weights are gathered in bfloat16.
 
-What eager autograd does by one kernel and tracing by several is one again, where nothing fuses these.
+Operations that tracing decomposes, and eager autograd runs as one kernel, are joined again: nothing fuses them here.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _STRICT = {
     _aten.view_as_complex.default,
     _aten.view.dtype,
 }
-"""Operations that read memory, or refuse it, by its layout."""
+"""Operations that read memory by its layout, or refuse some layouts."""
 _GROUP_NORMS: dict[Any, int] = {_aten.native_group_norm.default: 1, _aten.native_group_norm_backward.default: 2}
-"""How many of their first arguments are of the size of what is normalized; the last one is that."""
+"""How many of their first arguments have the size of what is normalized; that is the last of these."""
 _NORMALIZATIONS = {
     _aten.native_layer_norm.default,
     _aten.native_layer_norm_backward.default,
@@ -41,7 +41,7 @@ _NORMALIZATIONS = {
 
 
 def fit_kernels(graph: fx.Graph) -> None:
-    """Rewrite a region's graph so that its operations run with whatever the kernels before them give."""
+    """Rewrite a region's graph so that its operations accept the results of the kernels before them."""
     _stack_slices(graph)
     for node in list(graph.nodes):
         if node.target in _VIEWS:
@@ -57,7 +57,7 @@ def fit_kernels(graph: fx.Graph) -> None:
 def _stack_slices(graph: fx.Graph) -> None:
     """Stack the gradients of all slices of a tensor, which tracing pads with zeros and adds up.
 
-    So it is where the forward has `q, k, v = tensor`: of that, Dynamo makes a select of each.
+    This happens for `q, k, v = tensor` in the forward, which Dynamo turns into a select of each.
     """
     sums: dict[fx.Node, tuple[tuple[Any, ...], dict[int, fx.Node]]] = {}
     for node in list(graph.nodes):
@@ -86,7 +86,7 @@ def _is_of_one(node: Any, sums: Mapping[fx.Node, Any]) -> bool:
 
 
 def _lay_out(node: fx.Node) -> None:
-    """Give `node` its arguments in the layout that was recorded; what has it is not copied."""
+    """Give `node` its arguments in the recorded layout; those that have it are not copied."""
     for source in node.all_input_nodes:
         value = source.meta.get("val")
         order = order_of(value) if isinstance(value, Tensor) else None
@@ -96,9 +96,9 @@ def _lay_out(node: fx.Node) -> None:
 
 
 def _follow_normalized(node: fx.Node) -> None:
-    """Give a group normalization its arguments in the layout in which eager mode has them, whatever was recorded.
+    """Give a group normalization its arguments in eager mode's layout, whatever was recorded.
 
-    Tracing leaves out the copies that eager mode makes, or puts some in, by the layouts of fakes.
+    Tracing omits copies that eager mode makes, or adds some, because of the layouts of fakes.
     """
     arguments = [arg for arg in node.args[: _GROUP_NORMS[node.target]] if isinstance(arg, fx.Node)]
     for source in arguments:
@@ -109,15 +109,15 @@ def _follow_normalized(node: fx.Node) -> None:
 
 
 def laid_out_as_normalized(tensor: Tensor, normalized: Tensor) -> Tensor:
-    """`tensor` as `torch.group_norm` and its derivative have it: on CPUs in the format of what is normalized."""
+    """`tensor` as `torch.group_norm` and its derivative take it: on CPUs in the memory format of what is normalized."""
     on_cpu = tensor.device.type == "cpu"
     return tensor.contiguous(memory_format=suggest_memory_format(normalized) if on_cpu else torch.contiguous_format)
 
 
 def _widen(node: fx.Node) -> None:
-    """Let what normalizes float32 have its weights in float32, too; its results are what was recorded."""
+    """Give a float32 normalization its weights in float32, too; its results have the recorded dtypes."""
     arguments = [arg for arg in node.args if isinstance(arg, fx.Node)]
-    normalized = arguments["backward" in str(node.target)]  # behind the gradient of its result
+    normalized = arguments["backward" in str(node.target)]  # after the gradient of its result
     narrow = [arg for arg in arguments if _dtype(arg) in (torch.bfloat16, torch.float16)]
     if _dtype(normalized) != torch.float32 or not narrow:
         return

@@ -1,4 +1,4 @@
-"""The engine of one model: graphs of Dynamo's become programs that run, by one schedule, and are shown."""
+"""The engine of one model: compiles Dynamo's graphs into programs with one schedule, runs and shows them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from zcompile.torch_internals.dynamo import tracing_context
 
 
 class Engine:
-    """What compiles the programs of one model, and shows them. Making one is collective.
+    """Compiles the programs of one model, and shows them. Creating one is collective.
 
-    What traces graphs, and when placeholder parameters stand in the module tree, is the business of those who call it:
-    `fragments` for `zcompile.compile`, `torch_backend` for `torch.compile`.
+    Callers trace graphs, and decide when placeholder parameters are in the module tree: `fragments` for
+    `zcompile.compile`, `torch_backend` for `torch.compile`.
 
     Args:
         runtime: What its programs run with.
-        title: What the model is called.
+        title: The model's name.
 
     Raises:
         OptionError: on every rank: the folder of the dump cannot be written.
@@ -55,7 +55,7 @@ class Engine:
         self.runtime, self.options = runtime, runtime.options
         runtime.progress.what = title
         self.hardware = GPU if is_gpu(runtime.communicator.device) else CPU
-        """What the cost model takes the machine for; measured, where the schedule is chosen."""
+        """The machine as the cost model sees it; measured, if the schedule is chosen."""
         self.schedule = replace(self.options.schedule, bucket=bucket_for(self.hardware))
         self._chosen = False
         self.reports = Reports(title, runtime, self)
@@ -71,16 +71,16 @@ class Engine:
         updater: Updater | None = None,
         locals_: Locals | None = None,
     ) -> Callable[..., Any]:
-        """The callable for one graph of Dynamo's; its programs are agreed with the other ranks when they first run.
+        """The callable for one graph of Dynamo; ranks agree on its programs when they first run.
 
-        `whole`: the graph is the whole model's; a part of it gathers only those parameters that it reads. With
-        `updater`, programs update parameters with it and return no gradients. `locals_`: what programs are given for
-        parameters that are DTensors.
+        `whole`: the graph is the whole model's; a partial one gathers only the parameters that it reads. `updater`:
+        programs update parameters with it and return no gradients. `locals_`: what programs get for parameters that are
+        DTensors.
         """
         weak = weakref.ref(self)
 
         def lower(traced: Program) -> Runner:
-            # Dynamo keeps what it compiled until `torch.compiler.reset()`; the model must not live as long by it.
+            # Dynamo keeps what it compiled until `torch.compiler.reset()`; that must not keep the model alive.
             if not whole:
                 names = {op_of(node, Parameter).name for node in traced.nodes(Parameter)}
                 traced = replace(traced, layout=traced.layout.restricted(names), unused=traced.unused & names)
@@ -98,7 +98,7 @@ class Engine:
         cache = StepCache(self._depends_on(whole, updater), restore) if self._is_cached else None
 
         def capturing(called: Names) -> Capture:
-            # Other names than those given are of a graph of DTensors, whose layouts torch's key does not know.
+            # Other names than those given belong to a graph of DTensors, whose layouts are not in torch's key.
             return Capture(called, layout, lower, cache=cache if called is names else None)
 
         with self.runtime.progress.doing("tracing its backward"), old_objects_frozen():
@@ -106,16 +106,16 @@ class Engine:
 
     @property
     def _is_cached(self) -> bool:
-        """True if steps are looked up, and kept, in torch's cache folder.
+        """True if steps are looked up and stored in torch's cache folder.
 
-        Passes of the user's are functions, which have no name to be found by; a dump shows what passes do.
+        The user's passes are functions, which have no name to be found by; a dump shows what passes do.
         """
         options = self.options
         own = options.passes is not None or options.dump or self.runtime.tensor is not None or is_intercepting()
         return not own and os.environ.get("ZCOMPILE_CACHE") != "0"
 
     def _depends_on(self, whole: bool, updater: Updater | None) -> str:
-        device = self.runtime.communicator.device  # which of a host's, too: values and arguments in the graph name it
+        device = self.runtime.communicator.device  # including its index: values and arguments in the graph name it
         return f"{own_source()} {self.options} {device} whole={whole} updates={updater is not None}"
 
     def _restore(self, content: bytes, updater: Updater | None) -> CompiledStep:
@@ -140,12 +140,12 @@ class Engine:
         return self._in_step(lambda journal: self._rewritten(traced, updater, journal), updater)
 
     def _in_step(self, rewritten: Callable[[Journal], Rewritten], updater: Updater | None) -> CompiledStep:
-        """A step that runs; where this rank has none, the others are told."""
+        """A step that runs; if this rank has none, report that to the others."""
         try:
             if self.runtime.tensor is None:
                 return self._lowered(rewritten, updater)
             return self.runtime.tensor.together(lambda: self._lowered(rewritten, updater))
-        except (OptionError, PipelineError, ProgramError) as error:  # as its batch alone may have it
+        except (OptionError, PipelineError, ProgramError) as error:  # which may depend on this rank's batch only
             if self.runtime.communicator.size > 1:
                 problem = f"rank {self.runtime.communicator.waits.rank} has none: {error.subject} {error.problem}"
                 self.runtime.communicator.waits.refuse(AgreementError("the program", problem, error.fix))
@@ -159,7 +159,7 @@ class Engine:
             dumping_failures(self.reports.folder if self.reports.rank == 0 else None, len(self.runtime.steps), journal),
             collector_paused(),
             no_autocast,
-            torch.no_grad(),  # in the keys of Inductor's cache, which a step from the cache of steps asks for, too
+            torch.no_grad(),  # part of the keys of Inductor's cache, which a step from the step cache uses, too
         ):
             rewritten = make(journal)
             if updater is None and rewritten.program.nodes(Update):
@@ -177,7 +177,7 @@ class Engine:
         return [program for step in self.runtime.steps for program in step.programs]
 
     def explain(self) -> str:
-        """A page of text: see `CompiledModule.explain`."""
+        """See `CompiledModule.explain`."""
         runtime, steps = self.runtime, self.runtime.steps
         earlier = sum(step.rewritten.is_from_cache for step in steps)
         found = f"{earlier} of {len(steps)} programs from torch's cache, as an earlier run made them"
@@ -187,7 +187,7 @@ class Engine:
 
     @property
     def journals(self) -> list[Journal]:
-        """What passes did to each program; those of a program from the cache run again for it."""
+        """What passes did to each program; for a program from the cache they run again."""
         return [step.rewritten.journal for step in self.runtime.steps]
 
     def _rewritten(self, traced: Program, updater: Updater | None, journal: Journal) -> Rewritten:
@@ -211,21 +211,21 @@ class Engine:
     def _keeps(self, traced: Program) -> bool:
         """True if the program may keep units full from its forward to its backward: if it reads all parameters.
 
-        Of a model that runs as several programs, each would keep its own: together the whole model.
+        If a model runs as several programs, each would keep its own: together the whole model.
 
         Raises:
-            OptionError: it does not, and there is a memory limit, which programs of their own cannot keep.
+            OptionError: it may not, and there is a memory limit, which separate programs cannot keep.
         """
         keeps = len(traced.layout.params) == len(self.runtime.layout.params)
         bounds = {"memory_limit": self.options.limit is not None, "checkpoint": self.options.has_budget}
         for option, given in bounds.items():
             if given and not keeps and traced.has_backward:
-                problem = "cannot be kept: the model runs as several programs, each of which knows of itself alone"
+                problem = "cannot be kept: the model runs as several programs, each of which knows only itself"
                 raise OptionError(option, problem, "fix the graph breaks (see explain()), or leave it out")
         return keeps
 
     def _request(self, traced: Program, updater: Updater | None) -> Request:
-        """What `traced` is to be compiled with. Raises OptionError: see `_keeps`."""
+        """The request to compile `traced` with. Raises OptionError: see `_keeps`."""
         free = checkpoint_budget(
             self.options, self.runtime.layout, lambda: free_bytes(self.runtime.communicator.device)
         )
@@ -233,7 +233,7 @@ class Engine:
         return Request(self.options, self.schedule, self._keeps(traced), updates, free)
 
     def _measured(self) -> Hardware:
-        """What the ranks' machines and links reach. Collective."""
+        """The measured rates of the ranks' machines and links. Collective."""
         tensor = self.runtime.tensor.communicator if self.runtime.tensor else None
         self.hardware = measure(self.runtime.communicator, self.options.dtype or torch.float32, tensor)
         return self.hardware

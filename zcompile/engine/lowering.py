@@ -1,4 +1,4 @@
-"""Lowering: the program's text loaded, and the step run under AOTAutograd's calling convention."""
+"""Lowering: loads the program's text, and runs the step under AOTAutograd's calling convention."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ from zcompile.schedule.default_pipeline import ACCUMULATE
 from zcompile.torch_internals.sizes import is_symbolic
 
 WRITTEN = 0
-"""The mark of a rank whose full copies may no longer equal the shards, in what it tells the others of a forward."""
+"""The mark, in the message of a forward, of a rank whose full copies may no longer equal the shards."""
 ALL = HOLDS + 1
-"""The mark of a rank on which gradients flow to all parameters of a program; behind it are those of groups of them."""
+"""The mark of a rank on which gradients reach all parameters of a program; marks of groups of parameters follow."""
 
 
 class LoadedProgram:
-    """A program that is loaded, and what it runs with; `updater` steps optimizers, where the program updates."""
+    """A loaded program and what it runs with; `updater` steps optimizers, if the program updates."""
 
     def __init__(
         self, program: Program, runtime: ModelRuntime, updater: Callable[[Gradients], None] | None = None
@@ -67,9 +67,9 @@ class LoadedProgram:
     def _load(
         self, program: Program, phase: Phase, regions: Mapping[str, Callable[..., Any]], lent: Collection[int] = ()
     ) -> tuple[Callable[[list[Any]], Any], Recorded]:
-        """The text of `phase`, ready to be called with a box of all that it unboxes; and how it is recorded.
+        """The text of `phase` as a function that takes a box of all values that it unboxes; and how it is recorded.
 
-        `lent`: the places in the box of memory and storage that the program is lent.
+        `lent`: the indices in the box of memory and storage lent to the program.
         """
         digest, recorder = program.digest()[:12], self.runtime.recorder
         track = Track(recorder, str(phase), digest, lines_of(program, phase)) if recorder.enabled else None
@@ -78,7 +78,7 @@ class LoadedProgram:
         return run, Recorded(program, phase, regions, lent)
 
     def _fixed(self, program: Program, node: fx.Node) -> Any:
-        """What `node` is given in every run: a unit, or a constant; None for what differs."""
+        """The argument for `node` in every run: a unit, or a constant; None if it varies."""
         op = data(node).op
         if isinstance(op, Shards):
             return self._units[op.unit]
@@ -89,8 +89,8 @@ class CompiledStep(LoadedProgram, StepPrograms):
     """A rewritten program that runs: the callables that AOTAutograd calls.
 
     AOTAutograd's boxes hold, for the forward, all inputs of the graph; for the backward, saved sizes, saved tensors,
-    parameters that the backward reads, and tangents. What it calls parameters here are placeholders without memory,
-    unless the full parameter is kept over the turn.
+    parameters that the backward reads, and tangents. Its parameters are placeholders without memory here, unless the
+    full parameter is kept from the forward to the backward.
     """
 
     def __init__(self, rewritten: Rewritten, runtime: ModelRuntime, updater: Updater | None) -> None:
@@ -98,7 +98,7 @@ class CompiledStep(LoadedProgram, StepPrograms):
         self.rewritten, self._updates = rewritten, updater is not None
         groups = list(grouped(program.saved(), bundles_of(program)))
         self._groups = [len(one.members) if isinstance(one, Bundle) else None for one in groups]
-        """Of what the text of the backward calls by one name: how many values; None for one that is no list."""
+        """For each name in the backward's text: its number of values; None if it is not a list."""
         self.saved: Sequence[fx.Node] = [
             node for one in groups for node in (one.members if isinstance(one, Bundle) else [one])
         ]
@@ -108,7 +108,7 @@ class CompiledStep(LoadedProgram, StepPrograms):
         self._made = next(
             (i for i, node in enumerate(tensors) if not isinstance(data(node).op, (Input, WaitSecondary))), None
         )
-        """Which of the tensors that are saved is the first that the forward has made."""
+        """Index of the first saved tensor that the forward has created."""
         self._is_parameter = [name is not None for name in rewritten.primals]
         self._read = _parameters_read(program, Phase.BACKWARD)
         self.reread: Sequence[int] = [rewritten.primals.index(name) for name in self._read]
@@ -116,7 +116,8 @@ class CompiledStep(LoadedProgram, StepPrograms):
         units = [(program.layout.unit_of(name), name) for name in self._read]
         kept = {unit: place for place, unit in enumerate(self._kept)}
         self._carries = [(kept.get(unit.name), unit.index(name)) for unit, name in units]
-        """Of each parameter that the backward reads: which of the kept units has it, and where in that."""
+        """For each parameter that the backward reads: the index of the kept unit with it, if any, and its index
+        there."""
         self._agreed = False
         self._digest = program.digest()
         self._communicates = {phase: program.phase(phase).volume() > 0 for phase in program.phases}
@@ -131,11 +132,11 @@ class CompiledStep(LoadedProgram, StepPrograms):
         self._accumulate: Callable[[list[Any]], Any] | None = None
 
     def content(self) -> bytes:
-        """What the cache of steps keeps of it: see `Rewritten.content`."""
+        """What the step cache stores of it: see `Rewritten.content`."""
         return self.rewritten.content()
 
     def _bound(self, program: Program, phase: Phase) -> Callable[[list[Any]], Any]:
-        """The text of `phase`, ready to be called with what is not bound here: units and constants."""
+        """The text of `phase` as a function of what is not bound here; units and constants are."""
         given = inputs_of(program, phase)
         bound = [value for node in given if (value := self._fixed(program, node)) is not None]
         lent = [op for node in given if isinstance(op := data(node).op, RuntimeInput)]
@@ -149,15 +150,15 @@ class CompiledStep(LoadedProgram, StepPrograms):
                     started = run if recording is None else recording.loaded(recorded)
                     return started([*bound, *loaned, *_drained(values)])
                 except BaseException:
-                    # Collectives that nobody has waited for go on in streams of their own, over memory that is lent
-                    # again once this call has left: whatever comes next is ordered behind them.
+                    # Collectives that were not waited for still run on their own streams, on memory that is lent
+                    # again once this call returns: order the current stream's later work after them.
                     self.runtime.communicator.order_all()
                     raise
 
         return call
 
     def _loan(self, op: RuntimeInput, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
-        """What a program gets for a run with `values`: its arena, its stack, or where activations go."""
+        """What a program is lent for a run with `values`: its arena, its stack, or storage of activations."""
         if isinstance(op, Group) and op.axis in [axis.name for axis in self.program.layout.outside]:
             return self.runtime.communicator.along(op.axis)
         if isinstance(op, (OffloadStore, Group)):
@@ -168,8 +169,8 @@ class CompiledStep(LoadedProgram, StepPrograms):
         return self._lender.arena([tensor for tensor in full if tensor is not None])
 
     def forward(self, box: list[Any]) -> list[Any]:
-        """Run the forward; gives the outputs, then what AOTAutograd is to keep for the backward."""
-        # A full copy that is kept may be made under inference_mode and used in training later.
+        """Run the forward; returns the outputs, then what AOTAutograd is to keep for the backward."""
+        # A kept full copy may be created under inference_mode and used in training later.
         with torch.inference_mode(False), torch.no_grad(), self.runtime.modes.back():
             return self._run_forward(box)
 
@@ -195,7 +196,7 @@ class CompiledStep(LoadedProgram, StepPrograms):
         box.clear()
         if self._graphs is not None:
             self._graphs.begin()
-        # Results that tensor parallelism divides are tensors of a subclass: autograd makes zeros of these.
+        # Results that tensor parallelism divides are of a tensor subclass, for which autograd creates zeros.
         self.runtime.delivery.results = None if self.runtime.lockstep.tensor is not None else self._tangents.results
         outputs, crossing = self._forward(values)
         full, saved = crossing[: len(self._kept)], flattened(crossing[len(self._kept) :])
@@ -206,13 +207,13 @@ class CompiledStep(LoadedProgram, StepPrograms):
         return [*outputs, *tensors, *self._carried(full, placeholders), *sizes]
 
     def _agree(self) -> None:
-        """Compare the program with the other ranks', once; they have been told that this is about to come."""
+        """Compare the program with the other ranks', once; their `is_new` has announced this."""
         if not self._agreed:
             self.runtime.agree(self.program)
             self._agreed = True
 
     def _carried(self, full: Sequence[Full], placeholders: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What is saved as the parameters that the backward reads: kept full ones, else the placeholders."""
+        """What is saved for the parameters that the backward reads: kept full ones, otherwise placeholders."""
         return [
             placeholder if kept is None else full[kept][place]
             for (kept, place), placeholder in zip(self._carries, placeholders, strict=True)
@@ -220,7 +221,7 @@ class CompiledStep(LoadedProgram, StepPrograms):
 
     @torch.no_grad()
     def backward(self, box: list[Any]) -> list[Any]:
-        """Run the backward, deliver the gradients of parameters; gives those of the other inputs."""
+        """Run the backward and deliver gradients of parameters; returns those of the other inputs."""
         assert self._backward is not None, "a program without a backward has no gradients"
         kinds, self.runtime.delivery.kinds = self.runtime.delivery.kinds, None
         unreached = self._entered()
@@ -244,11 +245,11 @@ class CompiledStep(LoadedProgram, StepPrograms):
         return [None if is_parameter else next(others) for is_parameter in self._is_parameter]
 
     def _entered(self) -> Unreached:
-        """Begin a backward; gives what tells afterwards which parameters no gradient has flowed to."""
+        """Begin a backward; returns a function that later gives the parameters that no gradient has reached."""
         self.runtime.lockstep.enter_tensor_parallel(RunKind.BACKWARD)
         delivery, flows = self.runtime.delivery, self._flows
         flowing, delivery.flowing = delivery.flowing, None
-        # Autograd knows fewer results where AOTAutograd has put some of its own among them: which ones is not known.
+        # Autograd counts fewer results if AOTAutograd has added some of its own: which ones is not known.
         known = flowing is not None and len(flowing) == len(self.program.results.outputs)
         live = flows.live(flowing if known else None)
         if not delivery.synchronises:
@@ -256,18 +257,18 @@ class CompiledStep(LoadedProgram, StepPrograms):
         live |= flows.around([name for bound in self._units.values() for name in bound.shards.names_held()])
         if not self._communicates[Phase.BACKWARD]:
             return lambda: flows.unreached(live)
-        # What is all of them on one rank need not be counted by groups, which another rank may have otherwise.
-        countable = ALL + len(flows.groups) < MOST  # else zeros are delivered where no gradient flows
+        # If all are reached on one rank, groups need not be sent, which may differ on another rank.
+        countable = ALL + len(flows.groups) < MOST  # else zeros are delivered where no gradient arrives
         marks = [ALL] if len(live) == len(flows.groups) or not countable else [ALL + 1 + number for number in live]
         is_new = self.runtime.is_new(self._digest)
         call = delivery.enter(RunKind.BACKWARD, self._digest, marks, flows.digest, is_new=is_new)
         self._agree()
         if self._updates and not self.runtime.communicator.collectives.separates:
-            self.runtime.lockstep.check()  # this backward updates: behind it, it would be too late
+            self.runtime.lockstep.check()  # this backward updates, so a later check would be too late
         return lambda: _unreached(flows, call)
 
     def _regrouped(self, saved: list[Any]) -> list[Any]:
-        """What the backward's text unboxes of `saved`, which is emptied: lists where it calls several by one name."""
+        """`saved`, which is emptied, as the backward's text unboxes it: a list for several values under one name."""
         result, start = list[Any](), 0
         for count in self._groups:
             end = start + (1 if count is None else count)
@@ -277,9 +278,9 @@ class CompiledStep(LoadedProgram, StepPrograms):
         return result
 
     def _accumulating(self) -> Callable[[list[Any]], Any]:
-        """The backward that holds gradients back; made when it is first needed."""
+        """The backward that holds gradients back; created on first use."""
         if self._accumulate is None:
-            # What is saved, and by which names, stays as it is.
+            # It must take the same saved values, under the same names.
             self.accumulating = self.rewritten.verified.holding_back().after([ACCUMULATE]).program
             self._accumulate = self._bound(self.accumulating, Phase.BACKWARD)
         return self._accumulate
@@ -291,10 +292,10 @@ class CompiledStep(LoadedProgram, StepPrograms):
 
 
 def _unreached(flows: Flows, call: RunExchange) -> Collection[str]:
-    """The parameters of a program that no gradient has flowed to on any rank.
+    """The parameters of a program that no gradient has reached on any rank.
 
     Raises:
-        AgreementError: on every rank: losses leave out results on all of them, of programs that differ in these.
+        AgreementError: on every rank: losses leave out results on all ranks, and the ranks' programs differ there.
     """
     if ALL in call.marks:
         return ()
@@ -305,7 +306,7 @@ def _unreached(flows: Flows, call: RunExchange) -> Collection[str]:
 
 
 def flattened(values: Sequence[Any]) -> list[Any]:
-    """`values`, with those of a list in its place."""
+    """`values`, with lists among them expanded."""
     return [one for value in values for one in (value if isinstance(value, list) else [value])]
 
 

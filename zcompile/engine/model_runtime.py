@@ -1,4 +1,4 @@
-"""The runtime of one model: its shards, and what all runs of its programs have in common."""
+"""The runtime of one model: its shards, and what all runs of its programs share."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from zcompile.torch_internals.inductor import prepare_inductor
 
 @dataclass(frozen=True)
 class ModelRanks:
-    """The ranks that train a model, as one of them sees them.
+    """The ranks that train a model, as seen by one of them.
 
     Attributes:
-        data: Those that have the same parameters, and other data.
-        agreement: Of these.
-        everyone: Of all that have a part of the model: choices that are made once are theirs.
-        parallel: Over what tensor parallelism divides the model; None if it does not.
+        data: Those with the same parameters and different data.
+        agreement: That of `data`.
+        everyone: That of all ranks with a part of the model, for choices that are made once.
+        parallel: How tensor parallelism divides the model; None if it does not.
     """
 
     data: Communicator
@@ -60,7 +60,7 @@ class ModelRanks:
 
     @classmethod
     def agreed(cls, data: Communicator, parallel: ModelParallel | None, lines: Sequence[str]) -> ModelRanks:
-        """The ranks, once those of `data` have the same model, which `lines` say. Collective."""
+        """The ranks, once those of `data` are known to have the same model, described by `lines`. Collective."""
         agreement = Agreement(data)
         agreement.reach("the model", lines)
         everyone = agreement if parallel is None else Agreement(Communicator(parallel.ranks, data.device))
@@ -68,16 +68,16 @@ class ModelRanks:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are."""
+        """The device of tensors."""
         return self.data.device
 
     @property
     def in_step(self) -> Agreement:
-        """Of those that number their runs together."""
+        """That of the ranks that number their runs together."""
         return self.agreement
 
     def with_replicated(self, model: nn.Module, *, first: bool) -> Self:
-        """The same, once what is no DTensor of a tensor-parallel model is known to be alike. Collective."""
+        """The same, once values of a tensor-parallel model that are no DTensors are known to be equal. Collective."""
         if self.parallel is None:
             return self
         return replace(self, parallel=check_replicated(model, self.parallel, self.everyone, first=first))
@@ -85,7 +85,7 @@ class ModelRanks:
 
 @dataclass
 class Modes:
-    """Dispatch modes of the user's: put aside while torch.compile looks at a call, back while its programs run."""
+    """The user's dispatch modes: disabled while torch.compile looks at a call, enabled while its programs run."""
 
     _aside: Sequence[TorchDispatchMode] = ()
 
@@ -95,7 +95,7 @@ class Modes:
         return self._put(modes) if modes else contextlib.nullcontext()
 
     def back(self) -> contextlib.AbstractContextManager[None]:
-        """Inside of `aside`, they see what is computed."""
+        """Inside of `aside`, enable them again for what is computed."""
         return modes_back(self._aside) if self._aside else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -109,16 +109,16 @@ class Modes:
 
 
 class ModelRuntime:
-    """Shards of one model, gradients, and the ranks in step. Making one is collective.
+    """Shards and gradients of one model, and the lockstep of its ranks. Creating one is collective.
 
     Args:
         layout: The units of the model.
         ranks: Those that train it.
-        options: What the model is compiled with.
+        options: The options that the model is compiled with.
 
     Raises:
-        OptionError: what is offloaded is to be at no place for a model on its device.
-        StateError: on every rank: there is no room for it on one.
+        OptionError: an offload= place does not suit a model on its device.
+        StateError: on every rank: one rank has no room for what is offloaded.
     """
 
     def __init__(self, layout: Layout, ranks: ModelRanks, options: Options) -> None:
@@ -126,20 +126,20 @@ class ModelRuntime:
         self.communicator = communicator = ranks.data
         self.agreement, self.everyone = ranks.agreement, ranks.everyone
         self.memory = shard_memory(options, layout, communicator, self.everyone)
-        """Where shards are."""
+        """Allocates shards."""
         self.layout = layout = replace(layout, away=self.memory.is_away)
         self.shards: dict[str, UnitShards] = {}
         self.steps: list[StepPrograms] = []
-        """Its programs. A call holds the runtime, so that a loss has them for its backward when the model is gone."""
+        """Its programs. A call holds the runtime, so that a loss can run its backward after the model is gone."""
         self.breaks: list[Break] = []
-        """Where graphs break: a model with any runs as several programs."""
+        """Graph breaks: a model with any runs as several programs."""
         self.remarks: list[str] = []
-        """What was chosen for it, and why."""
+        """Choices made for it, with reasons."""
         self.recorder = communicator.recorder
         self.freshness = Freshness(self.shards, communicator)
         steps = self._steps
         self.tensor = TensorParallelGroup(ranks.parallel, ranks.device) if ranks.parallel is not None else None
-        """Those that have the other parts of the model, if it is divided."""
+        """The ranks with the other parts of the model, if it is divided."""
         self.settings = OptimizerSettings(self.names)
         others = self.tensor.lockstep(steps, self.settings) if self.tensor is not None else None
         self.lockstep = Lockstep(ranks.in_step.communicator, ranks.in_step.number, steps, self.settings, others)
@@ -152,39 +152,39 @@ class ModelRuntime:
         origin = Origin(communicator.waits.rank, communicator.dividing.rank, options.backend, communicator.device)
         self.recordings = self.everyone.attempt("the recording", lambda: Recordings(options.record, origin))[0]
         self.progress = CompileProgress("the model", speaks=self.everyone.communicator.rank == 0)
-        self.regions = RegionCache(options.backend, self.everyone.communicator.rank, self.graphs, told=self.progress.at)
+        self.regions = RegionCache(options.backend, self.everyone.communicator.rank, self.graphs, note=self.progress.at)
         if options.backend == "inductor":
             self.regions.ready = prepare_inductor(communicator.device)
         self._agreed: set[str] = set()
-        """Digests of programs whose communications ranks have compared."""
+        """Digests of programs whose communications the ranks have compared."""
         self.scales = False
-        """True where a train step scales the loss."""
+        """True if a train step scales the loss."""
         self.output_dtype: torch.dtype | None = None
-        """What results of a call of the whole model are cast to."""
+        """The dtype to which results of a call of the whole model are cast."""
         self.modes = Modes()
         self.is_full = False
         """True within `unsharded`."""
         self.accumulates = False
         """True within `no_sync`."""
         self.has_optimizer_state = False
-        """True where an optimizer had state when it was pointed at the shards."""
+        """True if an optimizer had state when it was pointed at the shards."""
         self._seeded_alike: bool | None = None
 
     def _steps(self) -> tuple[int, int]:
         return self.freshness.steps, self.freshness.idle
 
     def names(self) -> dict[int, str]:
-        """The names of its parameters, by the identity of their shards."""
+        """Parameter names by the id of their shards."""
         units = self.shards.values()
         ids = map(id, [param for unit in units for param in unit.parameters.values()])
         return dict(zip(ids, [name for unit in units for name in unit.parameters], strict=True))
 
     def keep_states(self, place: Path | Literal["cpu"] | None, updater: Updater | None) -> None:
-        """Let the optimizers' state be where `offload_optimizer=` wants it. Collective.
+        """Put optimizer state where `offload_optimizer=` says. Collective.
 
         Raises:
-            OptionError: it is no place for a model on its device.
-            StateError: on every rank: there is no room for it on one.
+            OptionError: that place does not suit a model on its device.
+            StateError: on every rank: one rank has no room for it.
         """
         if place is not None and updater is not None:
             check_place("offload_optimizer", place, self.communicator.device)
@@ -192,7 +192,7 @@ class ModelRuntime:
             updater.states = optimizer_states(place, units, updater, self.everyone)
 
     def extend(self, units: Sequence[Unit], shards: Mapping[str, UnitShards]) -> None:
-        """Take in parameters that were not known before."""
+        """Add parameters that were not known before."""
         self.layout = self.layout.with_units((*self.layout.units, *units))
         self.shards.update(shards)
 
@@ -209,16 +209,16 @@ class ModelRuntime:
         return ""
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """What a call of the model runs under: with low-precision parameters, code that mixes dtypes must still work.
+        """The context of a model's call: with low-precision parameters, code that mixes dtypes must still work.
 
-        Where the user has set autocast of the same dtype himself, this changes nothing.
+        If the user has set autocast with the same dtype, this changes nothing.
         """
         return autocast(self.communicator.device.type, self.options.dtype)
 
     def random_numbers(self) -> contextlib.AbstractContextManager[None]:
-        """What a call of the model draws random numbers under: each rank its own, unless the user has seen to it.
+        """The context of random numbers in a call: each rank's own, unless the user has seeded ranks differently.
 
-        The first call tells: collective.
+        The first call finds out: collective.
         """
         if self._seeded_alike is None:
             seeds = self.agreement.share("the seed of random numbers", str(torch.initial_seed()))
@@ -228,20 +228,20 @@ class ModelRuntime:
         return numbers_of_rank(self.communicator.rank, self.communicator.device)
 
     def replayed_random_numbers(self) -> contextlib.AbstractContextManager[None]:
-        """What a recomputation within a backward draws them under, from the state in which its call began."""
+        """The same for a recomputation within a backward, from the state in which its call began."""
         if self._seeded_alike and not within_numbers_of_rank(self.communicator.device):
             return numbers_of_rank(self.communicator.rank, self.communicator.device)
         return contextlib.nullcontext()
 
     def new_call(self) -> ModelCall:
         """A call of the model, or of one graph of it."""
-        self.communicator.waits.over()  # what was told the others of an earlier one is told no more
+        self.communicator.waits.over()  # withdraw the report of an earlier call
         kind = self.communicator.device.type
-        # By `dtype` or by the user's autocast. Whole gradients (stage 0) carry an overflow to every rank by themselves.
+        # By `dtype` or by the user's autocast. Unsharded gradients (stage 0) take an overflow to every rank anyway.
         float16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
         if float16 and self.layout.away:
             problem = (
-                "is 'cpu', and gradients are float16: GradScaler's flags for the host are read before they are there"
+                "is 'cpu', and gradients are float16: GradScaler would read its flags on the host before they arrive"
             )
             raise OptionError("offload_parameters", problem, "compute in bfloat16, or leave it out")
         spread = (float16 or self.scales) and self.layout.stage.optimizer_sharded and self.layout.world > 1
@@ -251,7 +251,7 @@ class ModelRuntime:
         return call
 
     def settle(self) -> None:
-        """Return when shards may be written to: where they are away, copies of them may be on their way."""
+        """Return when shards may be written to: if they are offloaded, copies of them may be in flight."""
         for memory in {shards.memory for shards in self.shards.values()}:
             memory.settle()
 
@@ -260,9 +260,9 @@ class ModelRuntime:
 
     @contextlib.contextmanager
     def no_sync(self, *, full_gradients: bool = False) -> Iterator[None]:
-        """Backwards inside hold gradients back where the stage keeps full gradients; see `CompiledModule.no_sync`."""
+        """Backwards inside hold gradients back if the stage keeps full gradients; see `CompiledModule.no_sync`."""
         if full_gradients and self.options.offload_parameters is not None:
-            problem = "keeps gradients on the device, and shards are away from it"
+            problem = "keeps gradients on the device, but shards are offloaded"
             raise OptionError("full_gradients", problem, "leave one of the two out")
         before = self.accumulates, self.delivery.synchronises
         self.accumulate(True, full_gradients=full_gradients)
@@ -272,9 +272,9 @@ class ModelRuntime:
             self.accumulates, self.delivery.synchronises = before
 
     def accumulate(self, wanted: bool, *, full_gradients: bool = False) -> None:
-        """From now on hold gradients back in backwards, or reduce them with what was held back.
+        """From now on hold gradients back in backwards, or reduce them together with held ones.
 
-        `full_gradients`: in stages, too, that divide them.
+        `full_gradients`: also in stages that shard gradients.
         """
         self.accumulates = wanted
         self.delivery.synchronises = not wanted or (self.layout.stage.gradients_sharded and not full_gradients)
@@ -284,7 +284,7 @@ class ModelRuntime:
         return [name for shards in self.shards.values() for name in shards.names_held()]
 
     def is_new(self, digest: str) -> bool:
-        """True for the digest of a program on which the ranks have not agreed."""
+        """True for the digest of a program on which the ranks have not agreed yet."""
         return digest not in self._agreed
 
     def agree(self, program: Program) -> None:
@@ -294,8 +294,8 @@ class ModelRuntime:
         digest = program.digest()
         if digest not in self._agreed:
             fix = (
-                "let every rank run the same modules, also where data choose them (experts, layers that are dropped): "
-                "choose by what all ranks have in common, or run all and weight what they give; "
+                "run the same modules on every rank, even if data choose them (experts, dropped layers): "
+                "choose by what all ranks have in common, or run all and weight their results; "
                 "otherwise run the same code, options and environment on every rank"
             )
 

@@ -1,4 +1,4 @@
-"""Where shards, activations and the optimizer's state are to be, by `offload_parameters=` and the like."""
+"""Creates the storage of shards, activations and optimizer state for `offload_parameters=` and the like."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from zcompile.schedule.option_checks import check_place, offload_of
 from zcompile.schedule.options import Options
 
 Offloads = Mapping[OffloadStore | Group, OffloadedActivations]
-"""By the operation of the program's placeholder for each."""
+"""By the operation of their placeholder in the program."""
 
 
 def shard_memory(options: Options, layout: Layout, data: Communicator, agreement: Agreement) -> ShardMemory:
-    """Where the shards of a rank are to be. Collective.
+    """The memory for a rank's shards. Collective.
 
     Raises:
-        OptionError: it is no place for a model on its device.
-        StateError: on every rank: there is no room for them on one.
+        OptionError: the given place does not suit a model on its device.
+        StateError: on every rank: one rank has no room for them.
     """
     device, place = data.device, offload_of("offload_parameters", options.offload_parameters)
     if place is None:
@@ -46,11 +46,11 @@ def shard_memory(options: Options, layout: Layout, data: Communicator, agreement
 def make_offloads(
     options: Options, data: Communicator, agreement: Agreement, tensor: TensorParallelGroup | None
 ) -> Offloads:
-    """Where activations of a model are offloaded to; what is partitioned over `tensor` goes away in shards. Collective.
+    """Storage for a model's activations; those partitioned over `tensor` are stored in shards. Collective.
 
     Raises:
-        OptionError: "cpu" for a model on the CPU, or a disk for one that is elsewhere.
-        StateError: on every rank: the folder cannot be written on one.
+        OptionError: "cpu" for a model on the CPU, or a disk for one on another device.
+        StateError: on every rank: one rank cannot write to the folder.
     """
     away: ActivationStorage | None = None
     if (place := offload_of("offload_activations", options.offload_activations)) is not None:
@@ -70,12 +70,12 @@ def make_offloads(
 def optimizer_states(
     place: Path | Literal["cpu"], units: Mapping[str, Sequence[nn.Parameter]], updater: Updater, agreement: Agreement
 ) -> States:
-    """What keeps the state of this rank's optimizers, which `agreement` is of. Collective.
+    """Storage for the state of this rank's optimizers; `agreement` is that of its ranks. Collective.
 
     `units`: the shards of the model, by unit.
 
     Raises:
-        StateError: on every rank: there is no room for it on one.
+        StateError: on every rank: one rank has no room for it.
     """
     device = agreement.communicator.device
     if not isinstance(place, Path):

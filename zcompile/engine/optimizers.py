@@ -1,4 +1,4 @@
-"""Optimizers: pointed at shards, refused where their step would be wrong, and watched, so that steps are known."""
+"""Optimizers: pointed at shards, refused if their step would be wrong, and watched, so that steps are counted."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from zcompile.torch_internals.optimizers import has_step_pre_hooks
 
 
 def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> None:
-    """Refuse steps that would be wrong, and take note of the others, for as long as `owner` lives.
+    """Refuse steps that would be wrong, and note the others, for as long as `owner` lives.
 
-    torch's hooks on optimizers are for all of the process; these go with `owner`.
+    torch's hooks on optimizers apply to the whole process; these are removed with `owner`.
     """
     reporting = runtime.communicator.waits.reporting
     local_steps, stepping, watched = LocalSteps(), WeakKeyDictionary[Optimizer, HookedStep](), WeakSet[Optimizer]()
@@ -51,7 +51,7 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
             watched.add(optimizer)
             optimizer.register_state_dict_post_hook(_not_pickled)
         closure: Any = None
-        if len(args) > 1 or kwargs:  # else there is the optimizer alone
+        if len(args) > 1 or kwargs:  # otherwise args is just the optimizer
             bound = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
             closure = bound.arguments.get("closure")
         if closure is None:
@@ -62,7 +62,7 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
             stepping[optimizer] = HookedStep(optimizer, local_steps)
 
         def closed() -> Any:
-            loss = closure()  # it runs the backwards of this step
+            loss = closure()  # this runs the backwards of the step
             _refuse_held(names, runtime)
             if optimizer in stepping:
                 stepping[optimizer].refresh()
@@ -89,7 +89,7 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
 
 
 def _names_in(optimizer: Optimizer, runtime: ModelRuntime) -> set[str]:
-    """The model's parameters that the optimizer holds."""
+    """The model's parameters that the optimizer has."""
     names = runtime.names()
     return {names[key] for key in map(id, parameters_held(optimizer)) if key in names}
 
@@ -106,31 +106,31 @@ def _not_pickled(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_mistaken(optimizer: Optimizer, runtime: ModelRuntime) -> None:
-    """Raise OptimizerError for a step where there is nothing to step, or that a scaler makes in bfloat16."""
+    """Raise OptimizerError for a step that would have no effect, or that a scaler makes in bfloat16."""
     if runtime.is_full:
-        problem = "steps within unsharded(), where the model would go on with parameters from before"
+        problem = "steps within unsharded(), after which the model would have the parameters from before"
         raise OptimizerError(type(optimizer).__name__, problem, "step it outside")
     if isinstance(optimizer, torch.optim.SparseAdam):
-        problem = "takes sparse gradients alone, and a compiled model gives dense ones, those of sparse=True included"
+        problem = "takes only sparse gradients, but those of a compiled model are dense, even with sparse=True"
         raise OptimizerError("SparseAdam", problem, "take Adam or AdamW")
     if runtime.options.dtype is torch.bfloat16 and _called_by_scaler():
         raise scaled_bfloat16()
 
 
 def scaled_bfloat16() -> OptimizerError:
-    """The error of a scaler around bfloat16."""
+    """The error for a scaler with bfloat16."""
     problem = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
     return OptimizerError("GradScaler", problem, "leave it out, or give it enabled=False")
 
 
 def hooked(name: str) -> ParameterError:
-    """The error of a parameter with a hook of `register_hook`, which stands in no graph."""
+    """The error for a parameter with a hook of `register_hook`, which is in no graph."""
     fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
     return ParameterError(name, "has a hook of register_hook, which would not run", fix)
 
 
 def _refuse_retired(optimizer: Optimizer, retired: Retired) -> None:
-    """Raise OptimizerError for an optimizer of parameters that shards have taken the place of."""
+    """Raise OptimizerError for an optimizer of parameters that shards have replaced."""
     kind = type(optimizer).__name__
     if found := [retired[key][1] for key in map(id, parameters_held(optimizer)) if key in retired]:
         problem = f"{kind} holds this parameter from before zcompile.compile; it has no memory any more"
@@ -148,9 +148,9 @@ def check_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
 
 
 def point_at_shards(optimizers: Iterable[Optimizer], shards: Iterable[UnitShards], retired: Retired) -> None:
-    """Put shards in place of the parameters that they stand for, in the optimizers' groups and state.
+    """Replace parameters by their shards, in the optimizers' groups and state.
 
-    State shaped like its parameter is sharded as the parameter is; other state (steps) stays.
+    State shaped like its parameter is sharded like it; other state (steps) stays.
     """
     by_name = {name: (unit, param) for unit in shards for name, param in unit.parameters.items()}
     stands_for = {key: by_name[name] for key, (_, name) in retired.items()}
@@ -163,7 +163,7 @@ def point_at_shards(optimizers: Iterable[Optimizer], shards: Iterable[UnitShards
 def _pointed(
     optimizer: Optimizer, old: torch.Tensor, stands_for: dict[int, tuple[UnitShards, nn.Parameter]]
 ) -> torch.Tensor:
-    """What stands for `old` now; its state goes with it."""
+    """The replacement for `old`, to which its state is moved."""
     if id(old) not in stands_for:
         return old
     unit, new = stands_for[id(old)]
@@ -179,18 +179,18 @@ def _pointed(
 
 
 def _is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
-    """True for state that follows its parameter; a count of steps does not, though it may have a scalar's shape."""
+    """True for state in the shape of its parameter; a step count is not, though it may have a scalar's shape."""
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
 
 
 def _moved_to_host(value: Any, new: torch.Tensor) -> Any:
-    """State that does not follow its parameter: on the host with it all the same, if that has gone there from a GPU."""
+    """State not in the shape of its parameter: also moved to the host, if the parameter went there from a GPU."""
     moves = isinstance(value, torch.Tensor) and is_host(new.device) and not is_host(value.device)
     return value.to(new.device) if moves else value
 
 
 def _called_by_scaler() -> bool:
-    """True within `GradScaler.step`: nothing but the stack knows that the gradients were scaled."""
+    """True within `GradScaler.step`: only the stack shows that gradients were scaled."""
     frame = inspect.currentframe()
     for _ in range(13):
         frame = frame.f_back if frame else None
@@ -210,7 +210,7 @@ def check_before_step(parameters: Iterable[tuple[str, torch.Tensor]], optimizers
     for optimizer in optimizers:
         if has_step_pre_hooks(optimizer):
             problem = f"{type(optimizer).__name__} has a hook before its step, which would find no gradients"
-            raise OptimizerError("optimizer", problem, "use a hook behind the step")
+            raise OptimizerError("optimizer", problem, "use a hook after the step")
     with no_torch_function():
         found = [name for name, parameter in parameters if parameter.grad is not None]
     if found:

@@ -1,4 +1,4 @@
-"""A line on stderr while a model is compiled: what is done, and for how long already."""
+"""A line on stderr while a model is compiled: the current phase, and the time so far."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterator
 
 AFTER, EVERY = 5.0, 30.0
-"""Seconds until something is said, and between lines where they cannot be written over, as in a log."""
+"""Seconds until the first line, and between lines that cannot be overwritten, as in a log."""
 
 
 class CompileProgress:
-    """What compiling a model is at. One rank says it, and only of what takes long.
+    """The progress of compiling a model. One rank prints it, and only if it takes long.
 
-    On a terminal one line is written over and is gone in the end; elsewhere there is a line now and then, and a last
-    one. `ZCOMPILE_PROGRESS=0` in the environment keeps it silent.
+    On a terminal one line is overwritten and cleared in the end; elsewhere there is a line now and then, and a last
+    one. `ZCOMPILE_PROGRESS=0` in the environment silences it.
 
     Args:
         what: What is compiled, in a few words.
@@ -31,7 +31,7 @@ class CompileProgress:
 
     @contextlib.contextmanager
     def doing(self, phase: str) -> Iterator[None]:
-        """Within, `phase` is what is done; within another one, a part of that."""
+        """Set the phase inside; within another phase, a part of that."""
         before, self._doing = self._doing, phase
         if before or not self._speaks:
             try:
@@ -53,7 +53,7 @@ class CompileProgress:
             reporter.join()
 
     def at(self, phase: str) -> None:
-        """From now on, within `doing`, this is what is done."""
+        """Set the phase from now on, within `doing`."""
         if self._doing:
             self._doing = phase
 

@@ -1,4 +1,4 @@
-"""Regions compiled: once for each structure, whichever program calls them."""
+"""Compiled regions: one for each structure, whichever programs call it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zcompile.torch_internals.operators import replayed_random, saved_random
 from zcompile.torch_internals.sizes import is_symbolic
 
 Run = Callable[[list[Any]], list[Any]]
-"""A compiled region: it takes the values of its placeholders in a list, which it empties, and gives its results."""
+"""A compiled region: takes the values of its placeholders in a list, which it empties, and returns its results."""
 
 
 @dataclass
@@ -34,34 +34,34 @@ class RegionCache:
     backend: str
     rank: int = 0
     graphs: Graphs | None = None
-    """What captures the regions that programs want captured."""
+    """Captures the regions that programs want captured."""
     ready: Callable[[], None] = lambda: None
     """Returns when the backend may compile."""
-    told: Callable[[str], None] = lambda _: None
-    """Is told what is compiled now."""
+    note: Callable[[str], None] = lambda _: None
+    """Called with what is compiled now."""
     compiled: dict[str, Run] = field(default_factory=dict)
     seconds: float = 0.0
     """Spent compiling so far."""
 
     def get_all(self, found: Mapping[str, Region], blank: Set[str] = frozenset()) -> dict[str, Callable[..., Any]]:
-        """All of `found` compiled, by name; those in `blank` may be given a `Blank` for a tensor.
+        """All of `found` compiled, by name; those in `blank` may get a `Blank` in place of a tensor.
 
-        Each rank begins elsewhere: where ranks share Inductor's cache, one finds there what another has compiled.
-        Nobody waits for anybody, and a rank that finds nothing compiles all.
+        Each rank starts at another region: if ranks share Inductor's cache, one finds what another has compiled. No
+        rank waits for another, and one that finds nothing compiles all.
         """
         names = list(found)
         start = int(len(names) * spread(self.rank))
         for number, name in enumerate((*names[start:], *names[:start]), 1):
             if self.backend != "eager":
-                self.told(f"compiling region {number} of {len(names)}")
+                self.note(f"compiling region {number} of {len(names)}")
             self._run(found[name])
         return {name: self._filled(region) if name in blank else self.get(region) for name, region in found.items()}
 
     def get(self, region: Region) -> Callable[..., Any]:
-        """`region` as a function of a call's arguments; equal regions of any program compile once.
+        """`region` as a function of a call's arguments; equal regions of any program are compiled once.
 
-        The arguments come in a list, which is emptied: units' full parameters, then values. It gives its result, or a
-        list of them. What is captured is so for this one program: `torch.compiler.reset()` ends graphs and programs.
+        The arguments come in a list, which is emptied: units' full parameters, then values. It returns its result, or a
+        list of them. Captures are for this one program: `torch.compiler.reset()` ends graphs and programs.
         """
         run = self._run(region)
         if self.graphs is not None and region.fixed is not None:
@@ -69,7 +69,7 @@ class RegionCache:
         return _called(region, run)
 
     def _filled(self, region: Region) -> Callable[..., Any]:
-        """As `get`, of a region that is compiled once more for each choice of tensors that it is not given."""
+        """Like `get`, for a region that is compiled once more for each combination of missing tensors."""
         whole = self._run(region)
         made: dict[tuple[int, ...], Run | None] = {(): whole}
 
@@ -89,21 +89,22 @@ class RegionCache:
         if key not in self.compiled:
             started = time.perf_counter()
             self.ready()
-            with outside_modes():  # one of the user's that compares sizes would have it compiled for these alone
+            with outside_modes():  # a mode of the user's that compares sizes would specialize the region for them
                 self.compiled[key] = _compile(region, self.backend)
             self.seconds += time.perf_counter() - started
         return self.compiled[key]
 
 
 def spread(rank: int) -> float:
-    """A place of its own in [0, 1) for each rank, those of any few neighbours far apart: 0, 1/2, 1/4, 3/4, 1/8, ..."""
+    """A different position in [0, 1) for each rank, neighbours far apart: 0, 1/2, 1/4, 3/4, 1/8, ..."""
     return int(f"{rank:b}"[::-1], 2) / (1 << rank.bit_length())
 
 
 def generated_code(region: Region) -> str:
-    """What Inductor makes of a region, as text; it is compiled anew for that.
+    """Inductor's code for a region, as text; compiles it again.
 
-    What keeps or replays a random generator's state is not Inductor's: of a region with such operations a line says so.
+    Inductor does not compile operations that save or replay the state of a random generator: then it is a line that
+    says so.
     """
     if any(_is_replay(node) for node in region.graph.nodes):
         return "# It keeps or replays the state of a random number generator, and is compiled in pieces.\n"
@@ -114,7 +115,7 @@ def generated_code(region: Region) -> str:
 
 
 def operations_of(region: Region) -> fx.GraphModule:
-    """The operations of a region as `backend="eager"` runs them, for an interpreter to run one by one."""
+    """The operations of a region as `backend="eager"` runs them, for an interpreter."""
     module = _module(region)
     fit_kernels(module.graph)
     module.recompile()
@@ -151,7 +152,7 @@ def _called(region: Region, run: Run) -> Callable[..., Any]:
 
 
 def _drained(values: list[Any], instead: Callable[[Blank], list[torch.Tensor]]) -> list[Any]:
-    """`values`, which are emptied, with something else for blanks."""
+    """`values`, which are emptied, with blanks replaced."""
     given: list[Any] = []
     for value in values:
         given += instead(value) if isinstance(value, Blank) else [value]
@@ -160,7 +161,7 @@ def _drained(values: list[Any], instead: Callable[[Blank], list[torch.Tensor]]) 
 
 
 def _boxed(root: torch.nn.Module, graph: fx.Graph) -> Callable[[list[Any]], Any]:
-    """`graph` as Python that takes a list and empties it: each value is freed behind its last use."""
+    """`graph` as Python that takes a list and empties it: each value is freed after its last use."""
     boxed = fx.Graph()
     box = boxed.placeholder("box")
     values: dict[fx.Node, fx.Node] = {}
@@ -173,7 +174,7 @@ def _boxed(root: torch.nn.Module, graph: fx.Graph) -> Callable[[list[Any]], Any]
 
 
 def _by_inductor(graph: fx.Graph, root: torch.nn.Module) -> Callable[[list[Any]], Any]:
-    """`graph` compiled; Inductor does not take what keeps or replays a generator's state: it gets what lies between."""
+    """`graph` compiled; Inductor gets the pieces between operations that save or replay a generator's state."""
     if not any(_is_replay(node) for node in graph.nodes):
         module = fx.GraphModule(root, graph)
         inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
@@ -196,7 +197,7 @@ def _by_inductor(graph: fx.Graph, root: torch.nn.Module) -> Callable[[list[Any]]
 def _append(
     outer: fx.Graph, values: dict[fx.Node, fx.Node], nodes: Sequence[fx.Node], sizes: list[fx.Node], root: Any
 ) -> None:
-    """Append to `outer` a call of `nodes`, compiled; `values` are those of `outer` that are known."""
+    """Append to `outer` a call of `nodes`, compiled; `values` are the known values of `outer`."""
     inside: dict[fx.Node, fx.Node] = {}
     piece, members = fx.Graph(), set(nodes)
     read = [source for node in nodes for source in node.all_input_nodes if source not in members]
@@ -217,7 +218,7 @@ def _append(
 
 
 class _Piece(torch.nn.Module):
-    """Something compiled, for a graph to call."""
+    """A compiled function, for a graph to call."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -225,7 +226,7 @@ class _Piece(torch.nn.Module):
 
 
 def _with_items(node: fx.Node) -> Iterator[fx.Node]:
-    """An operation and its results, if it has several, and theirs."""
+    """An operation and the items of its results, recursively."""
     yield node
     for user in node.users:
         if user.target is operator.getitem:
@@ -233,7 +234,7 @@ def _with_items(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_replay(node: fx.Node) -> bool:
-    """True for a random operation whose generator's state is kept or given, and for its results."""
+    """True for a random operation whose generator state is saved or replayed, and for its results."""
     if node.target is operator.getitem:
         return _is_replay(node.all_input_nodes[0])
     return node.target in (saved_random, replayed_random)

@@ -1,7 +1,7 @@
 """Regions whose values keep the strides that were recorded when the step was traced, whatever Inductor decomposes.
 
-Inductor replaces some operations before it compiles, and the replacement may lay its result out otherwise: `cat` of one
-tensor becomes a clone, which keeps strides that `cat` does not. A view that was traced of the value may not exist then,
+Inductor decomposes some operations before it compiles, and the result may have other strides: `cat` of one tensor
+becomes a clone, which keeps strides that `cat` does not. A view that was traced of the value may then be impossible,
 and a region that reads it is compiled for the recorded strides.
 """
 
@@ -28,7 +28,7 @@ Order = tuple[int, ...]
 
 
 def keep_strides(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Copy, in the graph of `module`, what Inductor would lay out otherwise than recorded; it fuses such copies."""
+    """Copy, in the graph of `module`, values that Inductor would give other strides; it fuses such copies."""
     found = _Decomposed(module)
     with tracing_again([node.meta.get("val") for node in module.graph.nodes]):
         make_fx(found.run, decomposition_table=inductor_decompositions())(*inputs)
@@ -40,29 +40,29 @@ def keep_strides(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def _seen_in_part(graph: fx.Graph) -> Iterator[tuple[fx.Node, Order]]:
-    """Values of which the graph returns views that are not dense, with their orders as recorded.
+    """Values of which the graph returns non-dense views, with their recorded orders.
 
-    Inductor gives results the recorded strides only if they are dense: it chooses the layout of a convolution, and of
-    what it fuses it computes the part that is seen alone.
+    Inductor gives results the recorded strides only if they are dense: it chooses the layout of a convolution, and of a
+    fused value it computes only the part that is returned.
     """
     results = [node for node in graph.output_node().all_input_nodes if isinstance(node.meta.get("val"), Tensor)]
     for base in dict.fromkeys(_base(node) for node in results if order_of(node.meta["val"]) is None):
-        value = base.meta.get("val")  # what was put in here has none, and its strides
+        value = base.meta.get("val")  # nodes inserted here have none, and the right strides
         if base.op == "call_function" and value is not None and (order := order_of(value)) is not None:
             yield base, order
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """What a view is a view of, and so on."""
+    """The base of a view, through views of views."""
     while True:
-        viewing = node.args[0] if node.target is operator.getitem else node  # of a split, say, one part is taken
+        viewing = node.args[0] if node.target is operator.getitem else node  # such as one part of a split
         if not isinstance(viewing, fx.Node) or not isinstance(viewing.target, OpOverload) or not viewing.target.is_view:
             return node
         node = viewing.all_input_nodes[0]
 
 
 class _Decomposed(fx.Interpreter):
-    """Finds the values that get other strides than recorded, each as if those before it had theirs."""
+    """Finds values that get other strides than recorded, assuming that all values before have theirs."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -72,7 +72,7 @@ class _Decomposed(fx.Interpreter):
         result, recorded = super().run_node(n), n.meta.get("val")
         if not isinstance(result, Tensor) or not isinstance(recorded, Tensor):
             return result
-        with untraced_sizes():  # recorded ones are no values of the graph that is traced here
+        with untraced_sizes():  # recorded sizes are not values of the graph that is traced here
             order = None if _same_strides(result, recorded) else order_of(recorded)
         if order is None:
             return result
@@ -81,7 +81,7 @@ class _Decomposed(fx.Interpreter):
 
 
 def _same_strides(one: Tensor, other: Tensor) -> bool:
-    """True if it is certain, for all sizes; the stride of a dimension of size one is of no matter."""
+    """True if certain for all sizes; the stride of a dimension of size one does not matter."""
     return all(
         statically_known_true(size == 1) or statically_known_true(mine == theirs)
         for size, mine, theirs in zip(one.shape, one.stride(), other.stride(), strict=True)
@@ -91,8 +91,8 @@ def _same_strides(one: Tensor, other: Tensor) -> bool:
 def order_of(value: Tensor) -> Order | None:
     """The order of a traced value; None if it is not dense.
 
-    A varying size counts as it was traced, and says the same as any other: the strides of a dense tensor are products
-    of its sizes, and where a size of one makes two of them equal, the order of the dimensions decides.
+    Varying sizes count as traced, which gives the same order as any others: the strides of a dense tensor are products
+    of its sizes, and if a size of one makes two of them equal, the order of the dimensions decides.
     """
     shape, strides = _traced(value.shape), _traced(value.stride())
     if shape is None or strides is None:
@@ -104,7 +104,7 @@ def order_of(value: Tensor) -> Order | None:
 
 
 def _traced(sizes: Sequence[Any]) -> list[int] | None:
-    """Sizes as they were traced, without a guard on those that vary; None if one depends on data."""
+    """Sizes as traced, without guards on those that vary; None if one depends on data."""
     if not all(size.node.has_hint() for size in sizes if is_symbolic(size)):
         return None
     return [int(size.node.hint) if is_symbolic(size) else size for size in sizes]
@@ -115,7 +115,7 @@ def _inverse(order: Order) -> Order:
 
 
 def _replace(node: fx.Node, make: Callable[[], fx.Node]) -> None:
-    """Let the users of `node` read what `make` puts behind it."""
+    """Let the users of `node` read the result of `make`, which is inserted after it."""
     users = list(node.users)
     with node.graph.inserting_after(node):
         made = make()
@@ -124,7 +124,7 @@ def _replace(node: fx.Node, make: Callable[[], fx.Node]) -> None:
 
 
 def _forced(node: fx.Node, order: Order) -> fx.Node:
-    """`node` dense in `order`; of a clone Inductor would say that it changes nothing, by what was recorded."""
+    """`node` dense in `order`; Inductor would drop a clone, which changes nothing given the recorded strides."""
     graph, last = node.graph, [node]
 
     def put(target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> fx.Node:
@@ -148,7 +148,7 @@ def _forced(node: fx.Node, order: Order) -> fx.Node:
 
 
 def reordered(node: fx.Node, order: Order, how: OpOverload) -> fx.Node:
-    """`node` dense in `order`, by `how` made contiguous: operations put in where its graph inserts."""
+    """`node` dense in `order`, made contiguous by `how`: operations are inserted where its graph inserts."""
     graph = node.graph
     kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
     first = graph.call_function(torch.ops.aten.permute.default, (node, order))

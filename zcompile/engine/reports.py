@@ -1,4 +1,4 @@
-"""What compiled models, backends of torch.compile and pipelines show: programs, timelines, pages, dumps."""
+"""Reports of compiled models, backends of torch.compile and pipelines: programs, timelines, pages, dumps."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ from zcompile.schedule.pipeline import Journal
 
 
 class Shown(Protocol):
-    """Programs of a model, as passes have made them: an engine's, or those of a pipeline's ranks."""
+    """A source of rewritten programs of a model: an engine, or the ranks of a pipeline."""
 
     hardware: Hardware
 
     @property
     def programs_along(self) -> Sequence[Program]:
-        """Of a pipeline, those of the ranks along its axis."""
+        """In a pipeline, the programs of the ranks along its axis."""
 
     @property
     def journals(self) -> Sequence[Journal]:
-        """What passes did to those of this rank."""
+        """What passes did to the programs of this rank."""
 
     def explain(self) -> str:
         """See `CompiledModule.explain`."""
 
 
 class Reports:
-    """What is shown of one model. Making it raises OptionError on every rank if the dump cannot be written on one."""
+    """Reports of one model. Creating it raises OptionError on every rank if the dump cannot be written on one."""
 
     def __init__(self, title: str, runtime: ModelRuntime, shown: Shown) -> None:
         self.title, self.runtime, self.shown = title, runtime, shown
         self.profiled: list[Timeline] = []
         """The steps within the last `profile()`."""
         self.folder = Path(runtime.options.dump) if runtime.options.dump else None
-        # Every rank asks, for the folder may be known to the first alone, from its environment.
+        # Every rank takes part: only the first may know the folder, from its environment.
         first = self.rank == 0
         runtime.agreement.attempt("the folder of the dump", lambda: check_dump(self.folder) if first else None)
 
     @property
     def rank(self) -> int:
-        """Among all that have a part of the model."""
+        """This rank among all that have a part of the model."""
         return self.runtime.everyone.communicator.rank
 
     @property
     def timelines(self) -> list[Timeline]:
-        """The last few steps that have ended, oldest first."""
+        """The last few finished steps, oldest first."""
         rank, world = self.runtime.communicator.rank, self.runtime.communicator.size
         return [
             Timeline.of(step, rank, world) for step in self.runtime.recorder.ended(self.runtime.freshness.version())
@@ -89,15 +89,15 @@ class Reports:
         write_page(path, self.title, shown.journals, hardware, self.profiled, shown.programs_along, why=why)
 
     def dump_if_asked(self) -> None:
-        """Write the dump that the options ask for, as it is by now."""
+        """Write the dump that the options ask for, as of now."""
         if self.folder:
             try:
                 self.dump(self.folder)
-            except OptionError as error:  # of one rank alone, which is no reason for the others to wait for it
+            except OptionError as error:  # on one rank only: raising here would leave the others waiting
                 warnings.warn(f"zcompile: the program is not dumped: {error}", stacklevel=3)
 
     def profile_of(self, hardware: str | Hardware | None) -> tuple[Hardware, str]:
-        """What steps are predicted for, and why."""
+        """The hardware that steps are predicted for, and why."""
         if hardware is None:
             return self.shown.hardware, "taken because no hardware= was given"
         return (load_profile(hardware) if isinstance(hardware, str) else hardware), GIVEN
@@ -119,19 +119,19 @@ class Reports:
 
 
 class Reported:
-    """Programs that are shown: timelines of their steps, pages, dumps."""
+    """Mixin for objects with reports: timelines of steps, pages, dumps."""
 
     def _shown(self) -> Reports:
-        """What shows them. Raises StateError: there is no program yet."""
+        """The reports. Raises StateError: there is no program yet."""
         raise NotImplementedError
 
     @property
     def timeline(self) -> Timeline:
         """Where the time of the last step went: print it, read its fields, `save("trace.json")` it.
 
-        A step begins with the first call of the model after its parameters have changed and lasts until the next one;
-        read before there is a next one, it ends with the last thing that was recorded. A call without gradients
-        between two steps is a step of its own.
+        A step begins with the first call of the model after its parameters have changed and lasts until the next step
+        begins; if it is read before that, it ends with the last thing recorded. A call without gradients between two
+        steps is a step of its own.
 
         Raises:
             TimelineError: no step has ended so far.
@@ -157,7 +157,7 @@ class Reported:
         runtime = self._shown().runtime
         own = runtime.communicator.device
         if device and not is_gpu(own):
-            problem = f"the model is on {own}, where the host's clock tells all"
+            problem = f"the model is on {own}, where the host's clock is all there is"
             raise OptionError("device", problem, "leave device=True to models on CUDA")
         runtime.recorder.device = own if device else None
 
@@ -166,21 +166,21 @@ class Reported:
         return self._shown().shown.explain()
 
     def profile(self) -> contextlib.AbstractContextManager[None]:
-        """Within this, steps are measured for the traces of `dump()`: `with compiled.profile(): train_one_step()`.
+        """Inside, steps are measured for the traces of `dump()`: `with compiled.profile(): train_one_step()`.
 
-        Of at most the last four steps that begin within it. On CUDA times are those of the stream, as with
+        Of the steps that begin inside, at most the last four are kept. On CUDA, times are those of the stream, as with
         `record_timeline(device=True)`.
 
         Raises:
-            TimelineError: at its end: no step has begun and ended within it.
+            TimelineError: at its end: no step has begun and ended inside.
         """
         return self._shown().profile()
 
     def report(self, path: str | os.PathLike[str], *, hardware: str | Hardware | None = None) -> Path:
-        """Write a page of HTML on the programs, for a browser: text, timeline, memory, collectives and passes.
+        """Write an HTML page on the programs, for a browser: text, timeline, memory, collectives and passes.
 
-        It is one file, which fetches nothing; on the mesh's first rank only. Beside the predicted step stands the last
-        one of `with compiled.profile():`, if there was one. `hardware`: as for `dump`.
+        It is one file, which fetches nothing, written on the mesh's first rank only. Next to the predicted step it
+        shows the last one of `with compiled.profile():`, if there was one. `hardware`: as for `dump`.
 
         Raises:
             OptionError: it cannot be written.
@@ -200,12 +200,12 @@ class Reported:
         code: bool = False,
         all_ranks: bool = False,
     ) -> Path:
-        """Write every program under `folder`, on the mesh's first rank only. What lies there: `zcompile.report.dumps`.
+        """Write every program under `folder`, on the mesh's first rank only. For its files see `zcompile.report.dumps`.
 
         Args:
-            folder: It is made if it is not there; files in it of the same names are written over.
+            folder: Created if it is missing; files in it with the same names are overwritten.
             hardware: What predicted times are for: a profile, its name or its path; by default a guess for the device.
-            code: Also write what Inductor makes of each region, which compiles them again.
+            code: Also write Inductor's code for each region, which compiles them again.
             all_ranks: Every rank writes its own, under `folder/rank_0` and so on: `zcompile prove` compares them.
 
         Raises:
@@ -214,11 +214,11 @@ class Reported:
         return self._shown().dump(folder, hardware, code=code, all_ranks=all_ranks)
 
     def record(self, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
-        """Within this, all that programs are given and receive is kept in `folder`, for `zcompile replay`.
+        """Inside, all inputs and results of programs are recorded in `folder`, for `zcompile replay`.
 
-        On this rank alone: each rank that is asked records, and none waits for another. What it costs: docs/replay.md.
+        On this rank only: each rank that is asked records, and none waits for another. For its cost see docs/replay.md.
 
         Raises:
-            OptionError: the folder cannot be written, has files that are no recording's; or one is being made.
+            OptionError: the folder cannot be written or has files that belong to no recording; or one is being made.
         """
         return self._shown().runtime.recordings.into(folder)

@@ -1,4 +1,4 @@
-"""A step as passes have left it, in this process or in an earlier one, of which the cache of steps has kept it."""
+"""A step rewritten by passes, in this process or in an earlier one that has stored it in the step cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zcompile.torch_internals.sizes import FakeTensorMode, is_symbolic
 
 @dataclass(frozen=True)
 class PassInputs:
-    """What the passes of a step depend on beside the options: found out when it is compiled."""
+    """What a step's passes depend on in addition to the options: determined when it is compiled."""
 
     schedule: Schedule
     keeps: bool
@@ -33,16 +33,16 @@ class PassInputs:
 
 
 class Rewritten:
-    """A step that passes have rewritten, and what running it takes of the traced one.
+    """A step that passes have rewritten, and what running it needs of the traced one.
 
     Args:
-        program: What passes have made.
+        program: The result of the passes.
         primals: Names of the parameters among the inputs of the traced forward, None for each other input.
         flows: Through which results parameters get their gradients.
-        traced: Gives the step as it was traced.
-        pipeline: What it went through.
-        settled: What that depended on.
-        journal: What passes did, if it was in this process.
+        traced: Returns the traced step.
+        pipeline: The passes that it went through.
+        settled: What these depended on.
+        journal: What passes did, if they ran in this process.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Rewritten:
         self.program, self.primals, self.flows = program, primals, flows
         self._trace, self._pipeline, self._settled, self._journal = traced, pipeline, settled, journal
         self.is_from_cache = journal is None
-        """True for one that passes did not make in this process."""
+        """True if passes did not create it in this process."""
 
     @classmethod
     def now(cls, traced: Program, pipeline: Pipeline, settled: PassInputs, journal: Journal) -> Rewritten:
-        """What `pipeline` makes of `traced`. Raises ProgramError, PipelineError: a pass went wrong."""
+        """The result of `pipeline` for `traced`. Raises ProgramError, PipelineError: a pass went wrong."""
         program = pipeline.verified(traced, journal).program
         inputs = traced.nodes(Parameter, Input)
         primals = [n for n in inputs if isinstance(data(n).op, Parameter) or op_of(n, Input).kind is Kind.DATA]
@@ -75,7 +75,7 @@ class Rewritten:
 
     @property
     def journal(self) -> Journal:
-        """What the passes did, one by one; of a step of an earlier process they run again for it."""
+        """What the passes did, one by one; for a step of an earlier process they run again."""
         if self._journal is None:
             self._journal = Journal()
             self._pipeline.verified(self.traced, self._journal)
@@ -84,11 +84,11 @@ class Rewritten:
 
     @cached_property
     def verified(self) -> Verified:
-        """The program with what it has to compute, for passes that go on from it."""
+        """The program with what it has to compute, for further passes."""
         return Verified.passed(self.traced, self._pipeline, self.program)
 
     def content(self) -> bytes:
-        """What `CachedStep.read` takes.
+        """The step as bytes, for `CachedStep.read`.
 
         Raises:
             NotStorableError: it has operations without a name, or numbers that depend on data.
@@ -97,16 +97,16 @@ class Rewritten:
 
 
 class StepPrograms:
-    """The programs of a step that has been compiled."""
+    """The programs of a compiled step."""
 
     rewritten: Rewritten
     program: Program
     accumulating: Program | None = None
-    """The program whose backward holds gradients back, once there was one under `no_sync`."""
+    """The program whose backward holds gradients back, once one has run under `no_sync`."""
 
     @property
     def programs(self) -> list[Program]:
-        """One of each phase: the forward, the backward if there is one, that of `no_sync` once there is one."""
+        """One per phase: the forward, the backward if there is one, that of `no_sync` once there is one."""
         phases = self.program.phases if self.program.has_backward else (Phase.FORWARD,)
         found = [self.program.phase(phase) for phase in phases]
         return found if self.accumulating is None else [*found, self.accumulating.phase(Phase.BACKWARD)]
@@ -114,7 +114,7 @@ class StepPrograms:
 
 @dataclass(frozen=True)
 class CachedStep:
-    """A rewritten step as the cache has it; its traced one stays in bytes until somebody asks for it."""
+    """A rewritten step in the cache; its traced program stays in bytes until it is needed."""
 
     settled: PassInputs
     program: Program
@@ -132,22 +132,22 @@ class CachedStep:
     def traced(self, mode: FakeTensorMode) -> Program:
         program = loaded(self._traced, mode)
         assert isinstance(program, Program), "written by this very code"
-        # By their identity the proof knows them, and here each of the two programs has been read with its own.
+        # The proof compares constants by identity, and each of the two programs was read with its own.
         own = {name: self.program.constants.get(name, value) for name, value in program.constants.items()}
         return replace(program, constants=own)
 
     def check_fixed(self) -> None:
-        """AOTAutograd's entry counts the sizes that the program saves, which are not those of another program.
+        """Refuse varying sizes: AOTAutograd's entry counts those that the program saves, which another program may not.
 
         Raises:
-            NotStorableError: it has sizes that vary: it is traced again.
+            NotStorableError: it has sizes that vary, and is traced again.
         """
         inputs = self.program.nodes(Input)
         varying = (dim.symbol for node in inputs if (found := data(node).type) for dim in found.dims)
         if any(varying) or any(is_symbolic(node.meta.get("val")) for node in inputs):
-            raise NotStorableError("the step would be rewritten otherwise, and has sizes that vary")
+            raise NotStorableError("the step would be rewritten differently, and has sizes that vary")
 
     def rewritten(self, pipeline: Pipeline, mode: FakeTensorMode) -> Rewritten:
-        """The step, which went through a `pipeline` of the same passes; once more, if it must, in `mode`."""
+        """The step, which went through a `pipeline` of the same passes; traced in `mode` again if needed."""
         traced = functools.partial(self.traced, mode)
         return Rewritten(self.program, self.primals, self.flows, traced, pipeline, self.settled)

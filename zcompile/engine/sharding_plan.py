@@ -1,4 +1,4 @@
-"""The sharding plan of a model: what options, a mesh and named parts come to, before the model is touched."""
+"""The sharding plan of a model: the result of options, a mesh and named parts, before the model is touched."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from zcompile.torch_internals.dtensor import local_tensor
 
 
 class Parts(NamedTuple):
-    """What of a model is treated in which way: the options of these names."""
+    """Parts of a model with special treatment: the options of these names."""
 
     units: UnitChoice | None
     whole: Sequence[str] | None = None
@@ -49,18 +49,18 @@ class Parts(NamedTuple):
 
 
 class ShardingPlan:
-    """A model as it is to be divided, as far as a rank knows alone.
+    """How a model is to be divided, as far as one rank can tell.
 
     Attributes:
         model: The model.
-        options: What it is compiled with: what was asked for, with a choice in the place of shard="auto".
-        remarks: What is said of that choice.
-        parallel: Over what tensor parallelism divides the model; None if it does not.
+        options: The options that it is compiled with: those given, with shard="auto" replaced by a choice.
+        remarks: Remarks on that choice.
+        parallel: How tensor parallelism divides the model; None if it does not.
         data: The data-parallel ranks.
         layout: The units.
 
     Raises:
-        OptionError, ModelError, GroupError: what is asked for does not fit the model or the mesh.
+        OptionError, ModelError, GroupError: the options do not fit the model or the mesh.
     """
 
     def __init__(self, model: nn.Module, asked: Options, mesh: DeviceMesh | None, parts: Parts) -> None:
@@ -74,7 +74,7 @@ class ShardingPlan:
         self.layout = self._layout_over(self.data.mesh, self.options, self.parallel)
         for name in ignored_names(model, self.layout):
             if model.get_parameter(name).is_meta:
-                fix = "give it values before zcompile.compile, or do not ignore it"
+                fix = "initialise it before zcompile.compile, or do not ignore it"
                 raise OptionError("ignore", f"leaves {name} to you, which is on the meta device", fix)
 
     def agreed(self) -> tuple[ModelRanks, list[nn.Module]]:
@@ -82,7 +82,7 @@ class ShardingPlan:
 
         Raises:
             AgreementError: on every rank: they have other options, or other models.
-            OptionError, GroupError: the layout is none that the options are for.
+            OptionError, GroupError: the options do not support the layout.
         """
         kept = match_called(self.model, self._parts.keep_dtype or ())
         lines = [str(self.options), f"keep_dtype={[*kept]}", *model_lines(self.model, self.layout)]
@@ -115,12 +115,12 @@ def layout_of(model: nn.Module, axes: tuple[Axis, ...], options: Options, parts:
 
 
 def data_ranks(mesh: DeviceMesh, device: torch.device, options: Options) -> Communicator:
-    """The data-parallel ranks, along the axes that options tell apart. Collective."""
+    """The data-parallel ranks, along the axes that the options distinguish. Collective."""
     return Communicator(as_one(mesh) if options.has_one_axis else mesh, device, options.hybrid)
 
 
 def bytes_of_model(model: nn.Module) -> int:
-    """Bytes of its parameters, as far as they have memory here."""
+    """Bytes of its parameters that have memory here."""
     return sum(local_tensor(param).nbytes for param in model.parameters() if not param.is_meta)
 
 
@@ -131,7 +131,7 @@ def ignored_names(model: nn.Module, layout: Layout) -> list[str]:
 
 
 def model_lines(model: nn.Module, layout: Layout) -> list[str]:
-    """What ranks must have alike of a model: units, and buffers."""
+    """Properties of a model that must be the same on all ranks: units, and buffers."""
     return [*layout.lines, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 
@@ -144,21 +144,21 @@ def choose_shard(
     whole: bool = False,
     held: int = 0,
 ) -> tuple[Options, list[str]]:
-    """Options without shard="auto", and what is said of the choice. Collective where there is one.
+    """Options without shard="auto", and remarks on the choice. Collective if there is a choice.
 
     The links along both dimensions of the mesh are measured, and all ranks choose together what the two divide.
 
     Args:
         asked: Options with shard="auto".
         data: The data-parallel ranks, along both dimensions.
-        over: Gives the layout over a mesh for other options.
-        parallel: Over what tensor parallelism divides the model; None if it does not.
+        over: Returns the layout over a mesh for other options.
+        parallel: How tensor parallelism divides the model; None if it does not.
         whole: True if some parameters have owners.
-        held: Bytes of the device that the model takes now, and does not once it is sharded.
+        held: Bytes of device memory that the model takes now, but not once it is sharded.
 
     Raises:
         OptionError: no layout goes with the other options.
-        AgreementError: ranks have asked for other options, or have another mesh or model.
+        AgreementError: ranks have other options, or another mesh or model.
     """
     if not data.outside:
         return replace(asked, shard=None), []
@@ -170,20 +170,20 @@ def choose_shard(
         options = replace(asked, shard=shard)
         return over(as_one(data.mesh) if options.has_one_axis else data.mesh, options)
 
-    lines = [str(asked), *laid_out(candidates[-1]).lines]  # may raise an error: before others wait for this rank
+    lines = [str(asked), *laid_out(candidates[-1]).lines]  # may raise: do it before others wait for this rank
     agreement = Agreement(data)
-    agreement.reach("the model", lines)  # where ranks without a choice to make come first; they do not measure
+    agreement.reach("the model", lines)  # ranks without a choice fail here: they would not measure
     hardware = measure(data, asked.dtype or torch.float32, tensor)
     away = asked.offload_parameters is not None
     estimates = [estimate(shard, replace(laid_out(shard), away=away), hardware) for shard in candidates]
-    told = json.dumps(as_message(estimates, room_in(free_bytes(data.device) + held, asked.limit)))
-    shared = (agreement if everyone is None else Agreement(everyone)).share('the choice of shard="auto"', told)
+    own = json.dumps(as_message(estimates, room_in(free_bytes(data.device) + held, asked.limit)))
+    shared = (agreement if everyone is None else Agreement(everyone)).share('the choice of shard="auto"', own)
     choice = choose([json.loads(text) for text in shared])
     return replace(asked, shard=choice.chosen.shard), [str(choice)]
 
 
 def _candidates(asked: Options, *, divides: bool) -> Sequence[str]:
-    """The settings of `shard=` that the other options allow. `divides`: both dimensions may divide a parameter.
+    """The values of `shard=` that the other options allow. `divides`: both dimensions may divide a parameter.
 
     Raises:
         OptionError: there are none.
@@ -198,7 +198,7 @@ def _candidates(asked: Options, *, divides: bool) -> Sequence[str]:
 
 
 def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
-    """The device of the model's parameters, or of its buffers if it has none; of what is on meta the one it is for."""
+    """The device of the model's parameters, or buffers if it has none; for a model on meta the one it is for."""
     devices: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         if param.grad is not None:
@@ -215,7 +215,7 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
 
 
 def _refuse_shared_storage(model: nn.Module) -> None:
-    """Two parameters in one memory are one to an optimizer, and would be two once sharded."""
+    """Two parameters that share memory are one to an optimizer, and would be two once sharded."""
     places = sorted(
         (p.data_ptr(), p.data_ptr() + p.nbytes, n)
         for n, p in ((name, local_tensor(param)) for name, param in model.named_parameters())

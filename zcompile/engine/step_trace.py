@@ -1,7 +1,7 @@
-"""Tracing a whole step: a model and its loss as one program, before any memory is there for the model.
+"""Tracing a whole step: a model and its loss as one program, before the model has any memory.
 
-Parameters are replaced by placeholders, which have shapes and no memory, while torch.compile traces a call; what it
-would compile is thrown away. So a model of any size is traced in the memory of its graph.
+Parameters are replaced by placeholders, with shapes but without memory, while torch.compile traces a call; what it
+would compile is thrown away. So tracing a model of any size takes the memory of its graph only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zcompile.torch_internals.pytree import tree_leaves
 class Traced(BaseException):
     """There is a program: nothing is to be compiled.
 
-    No Exception: neither torch.compile, which traces, nor a script that trains is to catch it.
+    Not an Exception: neither torch.compile, which traces, nor a training script may catch it.
     """
 
     def __init__(self, program: Program, request: Request) -> None:
@@ -48,7 +48,7 @@ _INTERCEPTING: ContextVar[bool] = ContextVar("zcompile_intercepting", default=Fa
 
 @contextlib.contextmanager
 def intercepting() -> Iterator[None]:
-    """Within this, the first compiled model that is called raises `Traced` in place of being compiled and run."""
+    """Inside, the first compiled model that is called raises `Traced` instead of being compiled and run."""
     wanted = _INTERCEPTING.set(True)
     try:
         yield
@@ -57,19 +57,19 @@ def intercepting() -> Iterator[None]:
 
 
 def is_intercepting() -> bool:
-    """True where programs are only to be seen."""
+    """True inside `intercepting`, where programs are only inspected."""
     return _INTERCEPTING.get()
 
 
 def offer(program: Program, request: Callable[[], Request]) -> None:
-    """A program is about to be compiled as `request` says. Raises Traced: somebody only wants to see it."""
+    """A program is about to be compiled with `request`. Raises Traced inside `intercepting`."""
     if _INTERCEPTING.get():
         raise Traced(program, request())
 
 
 @dataclass(frozen=True)
 class CallSpec:
-    """What is traced: a call, what it is given, and what its arguments are called."""
+    """The call to trace, its arguments, and their names."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
@@ -77,23 +77,23 @@ class CallSpec:
     arguments: tuple[str, ...] = ()
 
     def leaves(self) -> list[Any]:
-        """All that it is given, containers taken apart."""
+        """All leaves of its arguments."""
         return tree_leaves((self.args, dict(self.kwargs)))
 
 
 class StepTrace:
-    """The program of a call, with its backward, and what tells whether it would be traced so again.
+    """The program of a call, with its backward, and a check whether it would be traced the same again.
 
-    The model is left as it was.
+    The model is left unchanged.
 
     Args:
-        model: What the call runs; its parameters may be on meta.
-        layout: How the program is laid out.
+        model: The model that the call runs; its parameters may be on meta.
+        layout: The layout of the program.
         called: The call; tensors among its arguments have memory, on `device`.
-        device: What is traced for.
-        what: The model, in messages.
-        dtype: What is computed in under autocast; None for the model's own.
-        like: The trace of a step that trains, of a model that has been sharded since: this one has no gradients.
+        device: The device to trace for.
+        what: Names the model in messages.
+        dtype: The autocast dtype; None for the model's own.
+        like: The trace of a training step of a model that has been sharded since: this one has no gradients.
 
     Raises:
         CaptureError: it cannot be traced into one graph.
@@ -122,7 +122,7 @@ class StepTrace:
         self._called = called
         self._found: list[Program] = []
         self.writes: list[str] = []
-        """What the code writes that is no tensor, in attributes, lists and the like: nothing of it is done."""
+        """Non-tensors that the code writes, in attributes, lists and the like: these writes are not made."""
         call = traceable(model, called.call, [type(model).__qualname__, str(layout)])
         self._compiled = torch.compile(call, backend=self._capture, fullgraph=True, dynamic=False)
         self._run(called)
@@ -130,13 +130,13 @@ class StepTrace:
         self._found.clear()
 
     def others(self, called: CallSpec) -> list[torch.Tensor]:
-        """Tensors that the same call reads now beside its arguments, parameters and buffers, as closures hold them.
+        """Tensors that the same call reads now, other than arguments, parameters and buffers: those in closures.
 
-        By `Input.leaf` they are numbered behind the call's own. What torch.compile guards on is looked at: attributes,
-        global variables, shapes.
+        By `Input.leaf` they are numbered after the call's own. Checks what torch.compile guards on: attributes, global
+        variables, shapes.
 
         Raises:
-            ModelError: it would be traced otherwise.
+            ModelError: it would be traced differently.
         """
         unknown = self._run(called)
         retraced, self._found = self._found, []
@@ -147,7 +147,7 @@ class StepTrace:
         return unknown
 
     def _changed_constant(self, found: Program) -> str:
-        """A tensor that the code makes of numbers: the text has its name alone."""
+        """A changed tensor that the code makes of numbers, which the text only names; empty if there is none."""
         before, now = self.program.constants, found.constants
         changed = (name for name, value in now.items() if not torch.equal(value, before[name]))
         name = next(changed, None)
@@ -160,7 +160,7 @@ class StepTrace:
         return [value for value in inputs if isinstance(value, torch.Tensor) and id(value) not in known]
 
     def _run(self, called: CallSpec) -> list[torch.Tensor]:
-        """Let torch.compile look at the call, and trace it if it has to; gives what `others` does."""
+        """Let torch.compile look at the call, and trace it if it has to; returns what `others` does."""
         self._called = called
         try:
             with (
@@ -179,7 +179,7 @@ class StepTrace:
         except BREAKS as error:
             broken = Break.of("", self._what, error)
             raise CaptureError(broken.where, f"breaks the graph: {broken.reason}", "fix it") from error
-        raise AssertionError("what is compiled never comes to its end")
+        raise AssertionError("the compiled function never returns")
 
     def _capture(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend: what would be compiled is thrown away."""
@@ -205,13 +205,13 @@ class StepTrace:
             self._found.append(found.program)
 
         def give(*given: Any) -> NoReturn:
-            raise _WouldRun(self._unknown(given, self._called))  # while stand-ins are in their places
+            raise _WouldRun(self._unknown(given, self._called))  # while placeholders are in place
 
         return give
 
 
 def _writes(model: nn.Module) -> Iterator[str]:
-    """The places of Python's own values that traced code changes; to be called as a backend."""
+    """The places of Python values that traced code changes; to be called in a backend."""
     modules = {id(module): (path, module) for path, module in model.named_modules()}
     held = {id(value): (path, key) for path, module in modules.values() for key, value in vars(module).items()}
     for identity, name in python_writes():
@@ -222,7 +222,7 @@ def _writes(model: nn.Module) -> Iterator[str]:
 
 
 class _WouldRun(BaseException):
-    """A graph would run now, and is given these tensors beside what is known."""
+    """A graph would run now, with these tensors in addition to known ones."""
 
     def __init__(self, unknown: list[torch.Tensor]) -> None:
         super().__init__("a graph would run")
@@ -230,7 +230,7 @@ class _WouldRun(BaseException):
 
 
 def changed_line(before: str, after: str) -> str:
-    """What is new in the first line in which two texts differ; empty where they are equal."""
+    """The first line in which two texts differ, old and new; empty if they are equal."""
     for one, other in itertools.zip_longest(before.splitlines(), after.splitlines(), fillvalue=""):
         if one != other:
             return f"{other.strip()!r} in place of {one.strip()!r}"
@@ -238,7 +238,7 @@ def changed_line(before: str, after: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What the operation has said that failed, out of what Dynamo says of it."""
+    """The message of the operation that failed, taken from Dynamo's message."""
     text = str(error).partition("got ")[2] or str(error)
     return text.strip().splitlines()[0]
 

@@ -1,17 +1,17 @@
-"""The tensor-parallel group: the ranks of an axis which trace and run the same program on parts of a model.
+"""The tensor-parallel group: ranks of an axis that trace and run the same program on parts of a model.
 
-Sizes of their parts may differ, and so what a rank predicts of its memory and what it chooses by that. But they
-communicate within regions, so they must come by the same regions and fetches in the same order.
+Sizes of their parts may differ, and so may predicted memory and the choices that depend on it. But they communicate
+within regions, so they must reach the same regions and fetches in the same order.
 
-What all of them compute alike is proven from the traced graph:
+Values that all of them compute alike are proven from the traced graph:
 
     h = aten.mm.default(x, a)              # a is divided: another h on every rank
     s = all_reduce(h, "sum", group)        # the sum over the mesh: the same on all ranks
     y = aten.add.Tensor(x, s)              # of equal values by one operation: the same again
 
-Each such value has a digest of how it comes about, from the call's arguments (which tensor parallelism takes to be
-equal), buffers that nothing writes to, undivided parameters and collectives. What has a digest that another rank does
-not know, as where each takes its own rows of a whole, is not the same on all, nor is what draws random numbers.
+Each such value has a digest of how it is computed, from the call's arguments (which tensor parallelism assumes to be
+equal), buffers that nothing writes to, undivided parameters and collectives. A value whose digest another rank lacks,
+as when each rank takes its own rows of a tensor, is not the same on all, nor is one that draws random numbers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class TensorParallelGroup:
-    """What the ranks of a tensor-parallel group find out of their programs together. Every method is collective."""
+    """Checks that the ranks of a tensor-parallel group make together. Every method is collective."""
 
     def __init__(self, parallel: ModelParallel, device: torch.device) -> None:
         self.parallel = parallel
@@ -51,25 +51,26 @@ class TensorParallelGroup:
         self._agreed: set[str] = set()
 
     def lockstep(self, steps: Callable[[], tuple[int, int]], settings: OptimizerSettings) -> Lockstep:
-        """By what they tell each other of their runs; `steps` and `settings` as for `Lockstep`."""
+        """The group's lockstep; `steps` and `settings` as for `Lockstep`."""
         return Lockstep(self.communicator, self._agreement.number, steps, settings)
 
     def together(self, make: Callable[[], T]) -> T:
-        """What `make` gives; an error on one of them is the same error on all."""
+        """The result of `make`; an error on one rank is the same error on all."""
         return self._agreement.attempt("the program", make)[0]
 
     def marked(self, traced: Program) -> Program:
-        """`traced` with the values marked that all of them are known to have."""
+        """`traced` with marks on the values that all ranks are known to share."""
         mine = digests(traced, self.communicator.group.group_name, self.parallel.divided)
         shared = self._agreement.share("the traced program", json.dumps(sorted(set(mine.values()))))
         on_all = set[str].intersection(*(set(json.loads(text)) for text in shared))
         return mark_replicated(traced, {name: digest for name, digest in mine.items() if digest in on_all})
 
     def agree(self, program: Program) -> None:
-        """See that they communicate with each other in the same order.
+        """Check that they communicate with each other in the same order.
 
         Raises:
-            AgreementError: on every rank: they do not, as where each has chosen by its own memory what to save.
+            AgreementError: on every rank: they do not, for example because each has chosen by its own memory what to
+                save.
         """
         lines = [line for phase in program.phases for node in program.body(phase) if (line := _line(program, node))]
         if (text := "\n".join(lines)) not in self._agreed:
@@ -78,7 +79,7 @@ class TensorParallelGroup:
 
 
 def _line(program: Program, node: fx.Node) -> str:
-    """What a line of the program does in the tensor-parallel group; empty if nothing."""
+    """The communication of a line in the tensor-parallel group; empty if there is none."""
     op = data(node).op
     if isinstance(op, Call):
         inside = program.regions[op_of(node, Call).region].graph.nodes
@@ -91,16 +92,16 @@ def _line(program: Program, node: fx.Node) -> str:
 
 
 WHOLE = ("all_reduce", "all_gather_into_tensor", "broadcast")
-"""Collectives whose result all ranks of their group have."""
+"""Collectives that give all ranks of their group the same result."""
 
 
 def digests(program: Program, group: str, divided: Collection[str]) -> dict[str, str]:
-    """By name: of values of a traced program's forward how they come about, where the rank that asks plays no part.
+    """By name, how values of a traced forward are computed, for those that do not depend on the rank.
 
     Args:
         program: As it was traced.
         group: The name of the mesh's process group.
-        divided: Parameters and buffers of which ranks have different parts or values.
+        divided: Parameters and buffers with different parts or values on the ranks.
     """
     result: dict[str, str] = {}
     collectives = 0
@@ -110,7 +111,7 @@ def digests(program: Program, group: str, divided: Collection[str]) -> dict[str,
         if origin is None or data(node).phase is not Phase.FORWARD:
             continue
         if is_collective(node):
-            # What goes into it differs; that it is the same one on all ranks, its number tells.
+            # Its arguments differ by rank; its number identifies it on all ranks.
             constants = [argument for argument in node.args if isinstance(argument, (str, int))]
             result[node.name] = _digest(f"{origin} {constants} {collectives}")
         elif all(source.name in result for source in node.all_input_nodes):
@@ -120,7 +121,7 @@ def digests(program: Program, group: str, divided: Collection[str]) -> dict[str,
 
 
 def mark_replicated(program: Program, known: Mapping[str, str]) -> Program:
-    """`program` with the values marked, by their digests, that every rank of the mesh has."""
+    """`program` with marks on the values that every rank of the mesh has, by their digests."""
     program = program.copy()
     for node in program.graph.nodes:
         if node.name in known:
@@ -129,7 +130,7 @@ def mark_replicated(program: Program, known: Mapping[str, str]) -> Program:
 
 
 def _origin(program: Program, node: fx.Node, group: str, divided: Collection[str]) -> str | None:
-    """How a value comes about but for what it is made of; None if the rank that asks may play a part."""
+    """How a value is computed, apart from its operands; None if that may depend on the rank."""
     meta = data(node)
     match meta.op:
         case Input() as given:
@@ -142,7 +143,7 @@ def _origin(program: Program, node: fx.Node, group: str, divided: Collection[str
 
 
 def _of_input(program: Program, node: fx.Node, given: Input, divided: Collection[str]) -> str | None:
-    """Arguments of the call count as equal, and buffers that are and stay so; what else the code finds may differ."""
+    """Arguments of the call count as equal, as do buffers that nothing changes; other inputs may differ."""
     match given.kind:
         case Kind.TANGENT:
             return None
@@ -160,7 +161,7 @@ def _digest(text: str) -> str:
 
 
 def _gives_all(node: fx.Node, group: str) -> bool:
-    """True for a collective of `group` whose result all of its ranks have."""
+    """True for a collective of `group` that gives all its ranks the same result."""
     if not is_collective(node) or not isinstance(node.target, OpOverload):
         return False
     given = any(_group_name(argument) == group for argument in node.args)
@@ -168,14 +169,14 @@ def _gives_all(node: fx.Node, group: str) -> bool:
 
 
 def _group_name(argument: Any) -> Any:
-    """Releases of torch give a collective its group, or the name of it."""
+    """The name of a collective's group; releases of torch pass the group, or its name."""
     return getattr(argument, "group_name", argument)
 
 
 def _is_function(node: fx.Node) -> bool:
-    """True for an operation of torch's own whose result follows from its arguments.
+    """True for an operation of torch's own whose result depends only on its arguments.
 
-    Other libraries' may ask for the rank; memory that is not written yet holds what was there before.
+    Those of other libraries may query the rank; uninitialised memory holds what was there before.
     """
     if not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "prims"):
         return False
@@ -183,7 +184,7 @@ def _is_function(node: fx.Node) -> bool:
 
 
 def _content(program: Program, node: fx.Node) -> str:
-    """A digest of the bytes of a constant."""
+    """A digest of a constant's bytes."""
     value = program.constants.get(node.name)
     if not isinstance(value, torch.Tensor):
         return ""

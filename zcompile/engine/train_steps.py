@@ -1,7 +1,7 @@
-"""What train steps have in common: what they are asked to do, the call that they train, their results and optimizers.
+"""What train steps share: their options, the call that they train, results and optimizers.
 
-A loss function may give metrics beside the loss, `(loss, {"accuracy": tensor, ...})`, without gradients. For float16
-the loss is scaled, by a `torch.amp.GradScaler` that ranks keep alike.
+A loss function may return metrics with the loss, `(loss, {"accuracy": tensor, ...})`, without gradients. For float16
+the loss is scaled, by a `torch.amp.GradScaler` that is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from zcompile.torch_internals.optimizers import steps_of_scale
 from zcompile.torch_internals.pytree import tree_leaves
 
 StepResult = torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""What a train step gives: the loss, or the loss and metrics, detached."""
+"""The result of a train step: the loss, or the loss and metrics, detached."""
 ResultsOn = Literal["all", "last"]
-"""Which ranks along a pipeline axis are given the results: all of them, or the one that has computed the loss."""
+"""Which ranks along a pipeline axis get the results: all of them, or the last, which has computed the loss."""
 LossFunction = Callable[..., Any]
-"""`loss_fn(model, *batch)`: calls `model` and gives the loss, a tensor of one element, or `(loss, metrics)`."""
+"""`loss_fn(model, *batch)`: calls `model` and returns the loss, a tensor of one element, or `(loss, metrics)`."""
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a train step is asked to do: see `zcompile.train_step`.
+    """The options of a train step: see `zcompile.train_step`.
 
     Attributes:
-        schedule: A name of `zcompile.pipelining.action_tables.SCHEDULES`, or a table of actions.
-        split: None: so that all stages compute about as long.
-        stages_per_rank: None for as many as is usual for the schedule.
-        grad_scaler: None where nothing is scaled.
-        offload_optimizer: Where the optimizers' state is; None: where shards are.
+        schedule: A name in `zcompile.pipelining.action_tables.SCHEDULES`, or a table of actions.
+        split: None: balance the compute time of stages.
+        stages_per_rank: None for the schedule's usual number.
+        grad_scaler: None if nothing is scaled.
+        offload_optimizer: Where optimizer state is kept; None: with the shards.
     """
 
     schedule: str | ActionTable = "1f1b"
@@ -59,7 +59,7 @@ class StepOptions:
 
     @property
     def keeps_gradients(self) -> bool:
-        """True if all gradients are looked at before the first optimizer steps."""
+        """True if all gradients are needed before the first optimizer steps."""
         return self.clip_grad_norm is not None or self.grad_scaler is not None
 
 
@@ -68,8 +68,8 @@ class Training:
     """A model, its loss and its optimizers.
 
     Attributes:
-        model: A plain one, or one that is compiled.
-        loss_fn: What gives the loss; None: the model itself.
+        model: A plain or a compiled one.
+        loss_fn: Computes the loss; None: the model itself does.
         optimizers: Those of the model's parameters.
     """
 
@@ -78,7 +78,7 @@ class Training:
     optimizers: Sequence[Optimizer]
 
     def call(self, then: Callable[[Any], Any]) -> tuple[Callable[..., Any], inspect.Signature]:
-        """A function of a batch that gives what `then` makes of the loss, and the signature of what gives the loss."""
+        """A function of a batch that returns `then(loss)`, and the signature of the loss function or the model."""
         model, loss_fn = self.model, self.loss_fn
         call: Callable[..., Any] = model if loss_fn is None else loss_fn
         first = () if loss_fn is None else (model,)
@@ -91,23 +91,23 @@ class BaseStep:
 
     Args:
         trained: What it trains; the model is compiled, or divided at the first step.
-        asked: What it is to do.
-        updater: What steps the optimizers as soon as gradients are there; None where all gradients are kept.
+        asked: Its options.
+        updater: Steps the optimizers as soon as gradients arrive; None if all gradients are kept.
     """
 
     grad_norm: torch.Tensor | None = None
-    """With `clip_grad_norm=`, the norm of all gradients of the last step before it was clipped, a plain tensor."""
+    """With `clip_grad_norm=`, the norm of all gradients of the last step before clipping, a plain tensor."""
 
     def __init__(self, trained: Training, asked: StepOptions, updater: Updater | None) -> None:
         self.model, self.optimizers, self.clip_grad_norm = trained.model, trained.optimizers, asked.clip_grad_norm
         self._trained, self._scaler, self._updater = trained, asked.grad_scaler, updater
 
     def _check_before(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raise ParameterError or OptimizerError where a step would lose a gradient, or a hook find none."""
+        """Raise ParameterError or OptimizerError if a step would lose a gradient, or a hook would find none."""
         check_before_step(parameters, self.optimizers if self._updater is not None else ())
 
     def _step_optimizers(self, optimizers: Sequence[Optimizer], clip: Callable[[float], torch.Tensor]) -> None:
-        """Step with gradients that were kept; `clip` scales all down to a norm, and gives the norm before."""
+        """Step with kept gradients; `clip` scales all of them down to a norm, and returns the norm before."""
         if self.clip_grad_norm is not None:
             for optimizer in optimizers if self._scaler is not None else ():
                 self._scaler.unscale_(optimizer)  # type: ignore[union-attr]
@@ -118,7 +118,7 @@ class BaseStep:
             self._scaler.update()
 
     def _drop_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Drop those of the optimizers' parameters, and of the model's, some of which no optimizer may hold."""
+        """Drop gradients of the optimizers' parameters and of the model's, some of which may be in no optimizer."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         with no_torch_function():
@@ -127,17 +127,17 @@ class BaseStep:
 
 
 def has_metrics(result: object) -> bool:
-    """True for a loss with metrics beside it."""
+    """True for a loss with metrics."""
     return type(result) is tuple and len(result) == 2 and type(result[1]) is dict
 
 
 def split_results(result: Any) -> tuple[Any, dict[str, torch.Tensor] | None]:
-    """The loss, and metrics if there are."""
+    """The loss, and metrics if there are any."""
     return result if has_metrics(result) else (result, None)
 
 
 def without_gradients(result: Any) -> Any:
-    """What a loss function gives, with metrics that are detached; traced with it."""
+    """The result of a loss function, with metrics detached; traced with it."""
     if not has_metrics(result):
         return result
     loss, metrics = result
@@ -145,17 +145,17 @@ def without_gradients(result: Any) -> Any:
 
 
 ONE_ELEMENT = "return the loss, a tensor of one element"
-"""What to do where a loss function gives anything else."""
+"""The fix if a loss function returns anything else."""
 
 
 def untrained_loss() -> OptionError:
-    """The error of a loss that has no gradient."""
+    """The error for a loss without a gradient."""
     fix = "compute it from what model(...) gives, without detach() or no_grad()"
     return OptionError("loss_fn", "gives a loss that depends on no parameter that is trained", fix)
 
 
 def check_metrics(metrics: dict[Any, bool]) -> None:
-    """Raise OptionError if a metric has a name that is no text, or is no tensor: True by its name."""
+    """Raise OptionError if the name of a metric is not a string, or it is not a tensor (False)."""
     for name, is_tensor in metrics.items():
         if not isinstance(name, str):
             raise OptionError("loss_fn", f"gives a metric called {name!r}", "name metrics with strings")
@@ -165,7 +165,7 @@ def check_metrics(metrics: dict[Any, bool]) -> None:
 
 
 class FlatResults:
-    """Lets a traced call give its loss and metrics one behind the other, and remembers the names of these."""
+    """Flattens the loss and metrics of a traced call, and remembers the metrics' names."""
 
     def __init__(self) -> None:
         self._found: dict[Any, bool] | None = None
@@ -179,10 +179,10 @@ class FlatResults:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Those of the last call that was traced; None if it gives no metrics.
+        """Names of the last traced call's metrics; None if it returns none.
 
         Raises:
-            OptionError: a metric has no name, or is no tensor.
+            OptionError: a metric has no name, or is not a tensor.
         """
         if self._found is None:
             return None
@@ -190,7 +190,7 @@ class FlatResults:
         return tuple(self._found)
 
     def __call__(self, result: Any) -> Any:
-        """A tensor as it is; of anything else the tensors in it, each in memory of its own."""
+        """A tensor as it is; of anything else the tensors in it, each in its own memory."""
         if isinstance(result, torch.Tensor):
             return _plain(result)
         if has_metrics(result):
@@ -207,7 +207,7 @@ def check_scaler(scaler: object, dtype: torch.dtype | None) -> GradScaler | None
     """The scaler, if there is one that scales.
 
     Raises:
-        OptionError: it is none, or gradients are float16 without one.
+        OptionError: it is not a GradScaler, or gradients are float16 without one.
         OptimizerError: gradients are bfloat16.
     """
     if scaler is not None and not isinstance(scaler, GradScaler):
@@ -216,7 +216,7 @@ def check_scaler(scaler: object, dtype: torch.dtype | None) -> GradScaler | None
     if scaler is None or not scaler.is_enabled():
         if dtype is torch.float16:
             given = "" if scaler is None else ", and the one that is given is disabled, as one for another device is"
-            problem = f"is float16, whose gradients want a GradScaler{given}"
+            problem = f"is float16, whose gradients need a GradScaler{given}"
             raise OptionError("dtype", problem, "give torch.bfloat16, or grad_scaler=torch.amp.GradScaler(device)")
         return None
     if dtype is torch.bfloat16:
@@ -225,22 +225,22 @@ def check_scaler(scaler: object, dtype: torch.dtype | None) -> GradScaler | None
 
 
 def scale_of(scaler: GradScaler, device: torch.device) -> torch.Tensor:
-    """What a loss is multiplied by now, []."""
+    """The factor of the loss now, a tensor []."""
     scaled: torch.Tensor = scaler.scale(torch.ones((), device=device))
     return scaled
 
 
 def settings_of(scaler: GradScaler) -> str:
-    """The scale and how it changes, which all ranks must have in common."""
+    """The scale and its settings as text, which must be the same on all ranks."""
     state = {key: value for key, value in scaler.state_dict().items() if not key.startswith("_")}
     return ", ".join(f"{key} {value}" for key, value in state.items())
 
 
 class Overflow:
-    """Gradients that are not finite, told to ranks that have none of them: all skip a step, or none.
+    """Spreads non-finite gradients to ranks that have none: all ranks skip a step, or none does.
 
-    A scaler looks at the gradients of this rank's optimizers. So where any rank has one that is not finite, one is put
-    among those of each, and among those of a parameter of its own, for ranks whose optimizers have none.
+    A scaler checks the gradients of this rank's optimizers. So if any rank has a non-finite one, each rank's gradients
+    are made infinite, and that of a parameter of its own, for ranks whose optimizers have no gradients.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -248,9 +248,9 @@ class Overflow:
         self._flags = torch.optim.SGD([self._flag], lr=0.0)
 
     def found(self, parameters: Sequence[nn.Parameter], scaler: GradScaler) -> torch.Tensor:
-        """1 if a gradient here is not finite, else 0; the scale and for how many steps it has stood; these negated.
+        """1 if a gradient here is not finite, else 0; the scale and the steps since it changed; these two negated.
 
-        float32 [5]. Of their maxima over all ranks the last four tell whether all have scaled alike.
+        float32 [5]. The last four of their maxima over all ranks show whether all have scaled alike.
         """
         gradients = [local_tensor(one.grad) for one in parameters if one.grad is not None]
         flags = [(~torch.isfinite(one)).any().to(self._flag.device) for one in gradients if one.numel()]
@@ -259,7 +259,7 @@ class Overflow:
         return torch.stack([found.float(), *own, *(-one for one in own)])
 
     def spread(self, scaler: GradScaler, optimizers: Iterable[Optimizer], found: torch.Tensor) -> list[Optimizer]:
-        """Let each optimizer have a gradient that is not finite, if any rank has; gives those that are to step."""
+        """Make each optimizer's gradients infinite if any rank has a non-finite one; returns those that step."""
         stepping = []
         for optimizer in optimizers:
             gradients = [local_tensor(one.grad) for one in parameters_held(optimizer) if one.grad is not None]
