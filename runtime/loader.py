@@ -27,8 +27,8 @@ def load(
 
     `operations`: the other functions that it calls, by default the runtime's.
 
-    Regions take their arguments in a list and empty it: values that die at the call are freed within it, after their
-    last use.
+    Regions take their arguments in a list and empty it: values that die at the call are freed within, after their last
+    use.
 
     The text is registered with `linecache` under `filename`, so that tracebacks show the program's own lines.
     """
