@@ -99,7 +99,7 @@ MISTAKES: dict[str, Mistake] = {
     "option": (Skips, loss_of, {"arenas": True}, 8, "OptionError: arenas: cannot be combined with a pipe"),
     "auto": (Skips, loss_of, {"shard": "auto"}, 8, "OptionError: shard: 'auto' is not combined with a pipe"),
     "unknown": (Skips, loss_of, {"stages": 2}, 8, "OptionError: stages: is not an option"),
-    "half": (Skips, loss_of, {"dtype": torch.float16}, 8, "OptionError: dtype: is float16, whose gradients want"),
+    "half": (Skips, loss_of, {"dtype": torch.float16}, 8, "OptionError: dtype: is float16, whose gradients need"),
     "both": (
         Skips,
         loss_of,

@@ -303,5 +303,5 @@ def route(rank: int) -> str:
 def test_ranks_whose_data_choose_other_modules_are_told_what_to_do(ranks: Ranks) -> None:
     first, second = ranks.run(2, route)
     assert first == second
-    assert "where data choose them (experts, layers that are dropped)" in first
-    assert "run all and weight what they give" in first
+    assert "even if data choose them (experts, dropped layers)" in first
+    assert "run all and weight their results" in first

@@ -349,7 +349,7 @@ def check_asked(name: str, outputs: Any) -> None:
 
 def single_gradient_error(name: str) -> BackwardError:
     """The error for asking for the gradient of one parameter only."""
-    problem = "torch.autograd.grad, or backward(inputs=...), asks for its gradient, which only .grad gets, averaged"
+    problem = "torch.autograd.grad, or backward(inputs=...), asks for its gradient, which goes only to .grad, averaged"
     fix = "call loss.backward(retain_graph=True), read .grad and set it to None, for one loss after the other"
     return BackwardError(name, problem, fix)
 
