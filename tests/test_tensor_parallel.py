@@ -418,7 +418,7 @@ def test_parts_on_a_disk_give_the_same_bits(ranks: Ranks, tmp_path: Path) -> Non
 def test_activations_in_parts_want_a_model_parallel_mesh() -> None:
     with pytest.raises(OptionError, match="partition_activations: is for models that a model-parallel mesh divides"):
         zcompile.compile(feed(), partition_activations=True)
-    with pytest.raises(OptionError, match=r"partition_activations: is no option of zcompile\.backend"):
+    with pytest.raises(OptionError, match=r"partition_activations: is not an option of zcompile\.backend"):
         zcompile.backend(partition_activations=True)  # type: ignore[call-arg]
 
 

@@ -95,7 +95,7 @@ def names_of(function: Callable[..., Any], kind: type) -> frozenset[str]:
 def check_known(options: Iterable[str], known: Collection[str], function: str) -> None:
     """Raise OptionError for an option that `function` does not have."""
     if unknown := [name for name in options if name not in known]:
-        raise OptionError(unknown[0], f"is no option of {function}", nearest(unknown[0], known))
+        raise OptionError(unknown[0], f"is not an option of {function}", nearest(unknown[0], known))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from zcompile import OptionError
 from zcompile.integrations.accelerate import Accelerator, compile_options
 
 folder = Path(sys.argv[1])
-with pytest.raises(OptionError, match="stag: is no option"):
+with pytest.raises(OptionError, match="stag: is not an option"):
     Accelerator(cpu=True, zcompile={"stag": 3})
 with pytest.raises(OptionError, match="mixed_precision: is 'bf16', and dtype= of zcompile"):
     compile_options({"dtype": torch.float16}, "bf16")

@@ -14,7 +14,7 @@ from zcompile.integrations.lightning import ShardedFabricStrategy, ShardedStrate
 
 folder = Path(sys.argv[1])
 for strategy, wrong in ((ShardedStrategy, "precision"), (ShardedFabricStrategy, "find_unused_parameters")):
-    with pytest.raises(OptionError, match=f"{wrong}: is no option of zcompile.compile"):
+    with pytest.raises(OptionError, match=f"{wrong}: is not an option of zcompile.compile"):
         strategy(**{wrong: True})
 
 

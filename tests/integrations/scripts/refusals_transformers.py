@@ -25,7 +25,7 @@ def trainer(model: LlamaForCausalLM | None = None, **options: object) -> Trainer
     return Trainer(model, arguments, train_dataset=examples, eval_dataset=examples[:8], zcompile=options)
 
 
-with pytest.raises(OptionError, match="stagee: is no option"):
+with pytest.raises(OptionError, match="stagee: is not an option"):
     trainer(stagee=3)
 first, second = trainer(backend="eager"), trainer(backend="eager")
 first.evaluate()
