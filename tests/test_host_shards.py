@@ -51,11 +51,12 @@ class WatchedHost(HostShards):
         if self._sent is None:
             self._sent = {unit: room.clone() for unit, room in self._room.items()}
 
-    def home(self, gradient: torch.Tensor) -> torch.Tensor:
+    def home(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self._look("a gradient")
-        self._late.append((torch.full_like(gradient, torch.nan), super().home(gradient)))
-        self.returned += 1
-        return self._late[-1][0]
+        home, late = super().home(gradients), {name: torch.full_like(one, torch.nan) for name, one in gradients.items()}
+        self._late += [(one, home[name]) for name, one in late.items()]
+        self.returned += len(late)
+        return late
 
     def landed(self) -> None:
         for late, gradient in self._late:
