@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -442,3 +443,16 @@ def test_state_that_nobody_knows_how_to_divide_is_not_saved(rank: int, tmp_path:
                 compiled.save_checkpoint(folder, optimizer)
         else:
             compiled.save_checkpoint(folder, optimizer)
+
+
+def test_what_has_left_an_optimizer_is_not_kept_by_it() -> None:
+    compiled = zcompile.compile(nn.Linear(4, 4), stage=3, backend="eager")
+    other = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([{"params": compiled.parameters()}, {"params": [other]}], lr=0.1)
+    for _ in range(2):
+        compiled(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.param_groups[1:] = []
+    gone = weakref.ref(other)
+    del other
+    assert gone() is None

@@ -63,21 +63,17 @@ class LocalSteps:
         all of a group's parameters, it gets a dummy.
         """
         with no_torch_function():  # a parameter's own costs more than these queries
-            return LocalStep(optimizer, groups, self._local_parameters(optimizer, groups), whole=whole)
+            return LocalStep(optimizer, groups, self._local_parameters(optimizer, groups, whole), whole=whole)
 
-    def _local_parameters(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> LocalParameters:
+    def _local_parameters(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], whole: bool) -> LocalParameters:
         key = tuple([tuple(map(id, group["params"])) for group in groups])
         sets = self._sets.setdefault(optimizer, {})
         if key not in sets:
-            if len(sets) >= _MOST_SETS:  # each step has other groups
+            if whole:  # the groups have changed: parameters that have left them must not be kept alive
                 sets.clear()
             rows = self._steps_rows(optimizer)
             sets[key] = LocalParameters([group["params"] for group in groups], self._known, rows=rows)
         return sets[key]
-
-
-_MOST_SETS = 4096
-"""Sets of an optimizer's parameters that are cached; a train step has one for each unit."""
 
 
 class LocalParameters:
