@@ -54,7 +54,7 @@ _UNITS = dict[tuple[Any, ...], TracedUnits]()
 def kept_units(model: nn.Module, args: Any, kwargs: Any, dtype: Any, units: Any, *others: Any) -> TracedUnits:
     """Those of the same question before: what plans compare is traced once for all tests."""
     hardware, plan, loss_fn = others
-    key = model, tuple(map(id, args)), dtype, str(units), hardware.name, None if plan is None else tuple(plan), loss_fn
+    key = model, tuple(map(id, args)), dtype, str(units), str(hardware), None if plan is None else tuple(plan), loss_fn
     return _UNITS.setdefault(key, TracedUnits(model, args, kwargs, dtype, units, hardware, plan, loss_fn))
 
 

@@ -37,7 +37,8 @@ from zcompile.runtime.tensors.explained import (
 from zcompile.runtime.tensors.owned import check_owned, keep_owner, owner_of, part_of
 from zcompile.runtime.tensors.placement import Placing
 from zcompile.runtime.waits import Waits
-from zcompile.torch_internals.dispatch import SET_GRADIENT, STATE, no_torch_function
+from zcompile.torch_internals.autograd import after_backward
+from zcompile.torch_internals.dispatch import GET_GRADIENT, SET_GRADIENT, STATE, no_torch_function
 from zcompile.torch_internals.dtensor import local_tensor
 from zcompile.torch_internals.optimizers import supports_foreach
 from zcompile.torch_internals.pytree import tree_leaves, tree_map_only
@@ -102,8 +103,10 @@ class ShardedParameter(ExplainedDTensor):
             GroupError: names the ranks that have not come, and the calling line.
             BackwardError: `torch.autograd.grad` asks for a gradient that a model's backward delivers to `.grad`.
         """
-        drops = func == SET_GRADIENT and args[1] is None
-        if drops or func in STATE or (func == SET_GRADIENT and owner_of(args[0]) is owner_of(args[1]) is None):
+        of_gradient = (func == GET_GRADIENT and args[0].zcompile_owner is None) or (
+            func == SET_GRADIENT and (args[1] is None or owner_of(args[0]) is owner_of(args[1]) is None)
+        )
+        if of_gradient or func in STATE:
             with no_torch_function():
                 return func(*args)
         if func == _SET_DATA:  # a new object each time
@@ -175,7 +178,14 @@ class _Full(torch.autograd.Function):
         with watched(parameter, "the gradient of full_tensor()"):
             for dim in range(mesh.ndim):
                 dist.all_reduce(total, group=mesh.get_group(dim))
+        if owner_of(parameter) is not None:
+            # Autograd puts a plain DTensor into `.grad`, where `no_torch_function` would read it as divided by rows.
+            after_backward(lambda: _keep_owner_of_gradient(parameter))
         return Placing.of(parameter).place(part_of(total.div_(mesh.size()), parameter).clone())
+
+
+def _keep_owner_of_gradient(parameter: ShardedParameter) -> None:
+    _ = parameter.grad  # read through `__torch_function__`, which marks it as owned
 
 
 def _check_asked(outputs: Any, inputs: Sequence[Any]) -> None:

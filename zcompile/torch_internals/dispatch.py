@@ -20,12 +20,12 @@ def outside_modes() -> contextlib.AbstractContextManager[Any]:
     return outside
 
 
-_STATE = ["requires_grad", "is_leaf", "grad", "grad_fn", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"]
+_STATE = ["requires_grad", "is_leaf", "grad_fn", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"]
 STATE = frozenset(getattr(torch.Tensor, name).__get__ for name in _STATE)
 """Functions passed to `__torch_function__` for reads that do not depend on a tensor's values."""
 _GRADIENT: Any = torch.Tensor.grad
-SET_GRADIENT = _GRADIENT.__set__
-"""The function passed to it for writes of `.grad`."""
+GET_GRADIENT, SET_GRADIENT = _GRADIENT.__get__, _GRADIENT.__set__
+"""The functions passed to it for reads and writes of `.grad`."""
 
 
 no_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = DisableTorchFunctionSubclass
