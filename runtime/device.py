@@ -186,6 +186,19 @@ def _is_capturing(gpus: Any) -> bool:
     return asked is not None and bool(asked())
 
 
+@contextlib.contextmanager
+def captured(stream: torch.Stream, pool: Any = None) -> Iterator[Any]:
+    """Capture what is launched inside, on `stream` and those that wait for it, into a graph; nothing of it runs.
+
+    Yields the graph, with `replay()` and `pool()`. `pool`: that of another graph, to use the same memory: what one of
+    them has computed is lost once the other is replayed. Threads of other groups' watchdogs may query events meanwhile.
+    """
+    gpus = torch.get_device_module(stream.device)
+    graph = gpus.CUDAGraph()
+    with gpus.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        yield graph
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all work on the device."""
     if is_gpu(device):

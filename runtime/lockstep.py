@@ -7,9 +7,10 @@ it is read once the run's other messages have arrived; in a training step, befor
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NoReturn
@@ -173,6 +174,19 @@ class Lockstep:
         self._open.append(call := RunExchange(position, shared))
         self.communicator.stamp(hash(tuple(position.numbers()[:-1])))
         return call
+
+    @contextlib.contextmanager
+    def unreported(self) -> Iterator[None]:
+        """Inside, runs are not reported: they are parts of one that was reported as a whole."""
+        inner = [lockstep for lockstep in (self, self.tensor) if lockstep is not None]
+        before = [(lockstep.alone, lockstep.number) for lockstep in inner]
+        try:
+            for lockstep in inner:
+                lockstep.alone = True
+            yield
+        finally:
+            for lockstep, (alone, number) in zip(inner, before, strict=True):
+                lockstep.alone, lockstep.number = alone, number
 
     def enter_step(self, optimizer: Optimizer) -> None:
         """Begin a step of `optimizer`; settings that were not sent with the last run are compared now.

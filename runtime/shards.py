@@ -410,8 +410,9 @@ class UnitShards:
 
 def _version(units: Collection[UnitShards]) -> int:
     """A number that grows with every write in place that autograd sees; zero for units that were just adopted."""
-    adopted = [version for unit in units for version in unit.adopted.values()]
-    return writes_to([param for unit in units for param in unit.parameters.values()]) - sum(adopted)
+    # Without a call for each unit.
+    adopted = [unit.adopted[name] for unit in units for name in unit.adopted]
+    return writes_to([unit.parameters[name] for unit in units for name in unit.adopted]) - sum(adopted)
 
 
 def shard_bytes(unit: Unit, rank: int) -> int:

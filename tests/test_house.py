@@ -70,9 +70,9 @@ ROOMS = {
 
 
 LINES = {
-    "zcompile": 1_750,
+    "zcompile": 1_790,
     "zcompile/cost": 2_690,
-    "zcompile/engine": 4_850,
+    "zcompile/engine": 5_300,
     "zcompile/facts": 790,
     "zcompile/frontend": 1_420,
     "zcompile/integrations": 660,
@@ -82,22 +82,22 @@ LINES = {
     "zcompile/proof": 4_310,
     "zcompile/recording": 820,
     "zcompile/report": 1_550,
-    "zcompile/schedule": 1_490,
+    "zcompile/schedule": 1_500,
     "zcompile/state": 1_660,
     "zcompile/tools": 4_650,
     "zcompile/torch_internals": 1_430,
     "passes": 4_160,
-    "runtime": 8_740,
+    "runtime": 8_780,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 48_980
+MOST_LINES = 49_520
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
-    "common": 1_330,
+    "common": 1_340,
     "families": 1_770,
     "faults": 1_560,
     "fuzz": 1_470,
-    "gpu": 1_540,
+    "gpu": 1_550,
     "memory": 890,
     "mutants": 3_160,
     "speed": 2_530,

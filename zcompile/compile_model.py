@@ -70,7 +70,8 @@ def compile(
         memory_limit: Bytes, or "2 GiB", besides shards and optimizer state; stage 3 keeps as many units full as fit.
         bucket: Bytes, or "25 MiB", copied at a time for sending; default: chosen by the cost model.
         arenas: Keep memory across steps for gathered parameters, send buffers and saved activations.
-        cuda_graphs: Capture the compute between communications as CUDA graphs; parameters have fixed addresses.
+        cuda_graphs: Capture the compute between communications as CUDA graphs, whose parameters have fixed addresses;
+            or "step": `zcompile.train_step` captures each step as one graph, and other calls have none.
         offload_activations: Where to keep saved activations: "cpu" for a model on a GPU, "disk:FOLDER" on the CPU.
         partition_activations: Divide activations saved alike by all tensor-parallel ranks among these ranks.
         offload_parameters: Where to keep shards: "cpu" (pinned memory) for a GPU, "disk:FOLDER" (a file) for the CPU.

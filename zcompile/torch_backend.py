@@ -79,6 +79,11 @@ class Backend(Reported):
     __name__ = "zcompile"
 
     def __init__(self, options: Options, mesh: DeviceMesh | None = None) -> None:
+        if options.cuda_graphs == "step":
+            fix = "give cuda_graphs=True, or call zcompile.train_step(model, ...)"
+            raise OptionError(
+                "cuda_graphs", "'step' captures the optimizer's step, too, which torch.compile never sees", fix
+            )
         self.options, self.mesh = options, mesh
         self._known: dict[int, _Known] = {}
         self._engine: Engine | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer
 from zcompile.compile_model import compile
 from zcompile.compiled import CompiledModule, options_of
 from zcompile.engine.calls.fragments import Fragment, Tree
+from zcompile.engine.step_graphs import StepGraphs
 from zcompile.engine.train_steps import (
     ONE_ELEMENT,
     BaseStep,
@@ -33,7 +34,7 @@ from zcompile.engine.train_steps import (
     untrained_loss,
     without_gradients,
 )
-from zcompile.errors import CaptureError, GroupError, OptimizerError, OptionError, briefly
+from zcompile.errors import CaptureError, GroupError, OptimizerError, OptionError, ParameterError, briefly
 from zcompile.frontend.capture import Names
 from zcompile.ir.actions import ActionTable
 from zcompile.pipelining.ranks import is_pipelined
@@ -46,6 +47,7 @@ from zcompile.runtime.gradients.updates import States, Updater
 from zcompile.runtime.groups import ranks_of
 from zcompile.runtime.lockstep import RunKind
 from zcompile.schedule.option_checks import check_place, offload_of
+from zcompile.torch_internals.autograd import have_post_accumulate_hooks
 from zcompile.torch_internals.distributed import backend_name
 
 
@@ -73,6 +75,9 @@ def train_step(
 
     An error in the middle of a backward leaves some units updated and others not; the loop would leave all unchanged.
     Optimizers with step pre-hooks are refused, because the hooks would find no gradients.
+
+    On a GPU, `cuda_graphs="step"` captures all of a step as one CUDA graph, with its communication and updates. It is
+    replayed by a single launch, once two steps for a batch's shapes have run without.
 
     Args:
         model: A plain module, which is then compiled (`step.model`), or a compiled module.
@@ -106,6 +111,11 @@ def train_step(
         scaler = check_scaler(grad_scaler, given.get("dtype"))
         settings = replace(settings, clip_grad_norm=clip_grad_norm, grad_scaler=scaler)
         offload = _parse_offload(offload_optimizer, keeps=settings.keeps_gradients)
+        if given.get("cuda_graphs") == "step" and (pipelined or offload is not None):
+            problem = "'step' captures a step in which the host never waits, " + (
+                "as a pipeline does" if pipelined else "as offload_optimizer does"
+            )
+            raise OptionError("cuda_graphs", problem, "leave one of the two out, or give cuda_graphs=True")
         settings = replace(settings, offload_optimizer=offload)
         _check_offloads(model, given, settings)
     trained = Training(model, loss_fn, optimizers)
@@ -210,7 +220,9 @@ class TrainStep(BaseStep):
         self._engine.runtime.scales = self._scaler is not None
         for optimizer in optimizers:
             self._engine.runtime.settings.know(optimizer)
-        self._fragment = _Loss(model._tree, trained, updater)
+        wanted = self._engine.options.cuda_graphs == "step"
+        self._graphs = StepGraphs(self._engine.runtime, optimizers) if wanted else None
+        self._fragment = _Loss(model._tree, trained, updater, self._graphs)
 
     @briefly
     def __call__(self, *batch: Any, **named: Any) -> Any:
@@ -225,14 +237,23 @@ class TrainStep(BaseStep):
             Others: as a call of the compiled model.
         """
         self._check()
-        lockstep = self._engine.runtime.lockstep
-        lockstep.enter(RunKind.STEP, "0")
+        if self._graphs is not None:
+            loss, metrics, self.grad_norm = self._graphs.run(lambda: self._step(batch, named))
+        else:
+            self._engine.runtime.lockstep.enter(RunKind.STEP, "0")
+            loss, metrics, self.grad_norm = self._step(batch, named)
+        return loss if metrics is None else (loss, metrics)
+
+    def _step(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Results:
         with torch.enable_grad():
-            loss, metrics = _split_loss(self._fragment.tree.run(self._fragment, batch, named))
+            result = self._fragment.tree.run(self._fragment, batch, named)
+            if self._graphs is not None and self._graphs.replays:
+                return result, None, None
+            loss, metrics = _split_loss(result)
             if self._updater is None:
                 (loss if self._scaler is None else self._scaler.scale(loss)).backward()
             else:
-                lockstep.check()  # here, since the backward already updates parameters
+                self._engine.runtime.lockstep.check()  # here, since the backward already updates parameters
                 with self._updater.updating():
                     loss.backward()
         if self._updater is not None:
@@ -241,7 +262,7 @@ class TrainStep(BaseStep):
         else:
             self._step_optimizers(self.optimizers, self._clip)
         self._drop_gradients(self._parameters.values())
-        return loss.detach() if metrics is None else (loss.detach(), metrics)
+        return loss.detach(), metrics, self.grad_norm
 
     @briefly
     def evaluate(self, *batch: Any, **named: Any) -> Any:
@@ -277,6 +298,13 @@ class TrainStep(BaseStep):
             fix = "accumulate over micro-batches in the loop: compiled(batch).backward(), then optimizer.step()"
             raise OptionError("no_sync", "delays the reduction of gradients, and a train step needs it at once", fix)
         self._check_before(self._parameters.items())
+        if self._graphs is not None and have_post_accumulate_hooks(self._parameters.values()):
+            problem = "have a hook of register_post_accumulate_grad_hook, which a graph would not call"
+            raise ParameterError("parameters", problem, "remove it, or leave cuda_graphs='step' out")
+
+
+_Results = tuple[torch.Tensor, dict[str, torch.Tensor] | None, torch.Tensor | None]
+"""Loss, metrics, and the norm of all gradients."""
 
 
 def _split_loss(result: object) -> tuple[torch.Tensor, dict[str, torch.Tensor] | None]:
@@ -295,14 +323,19 @@ def _split_loss(result: object) -> tuple[torch.Tensor, dict[str, torch.Tensor] |
 class _Loss(Fragment):
     """The model and its loss, traced as one graph."""
 
-    def __init__(self, tree: Tree, trained: Training, updater: Updater | None) -> None:
-        self.updater = updater
+    def __init__(self, tree: Tree, trained: Training, updater: Updater | None, graphs: StepGraphs | None) -> None:
+        self.updater, self._graphs = updater, graphs
         call, self._signature = replace(trained, model=tree.model).call(without_gradients)
         super().__init__(tree, tree.model, "", call)
 
     @property
     def names(self) -> Names:
         return self.tree.names(self.path, self._signature)
+
+    def _capture(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        program = super()._capture(module, inputs)
+        known = {**self.names.parameters, **self.names.others}
+        return program if self._graphs is None else self._graphs.within(program, [id(one) in known for one in inputs])
 
     def _split(self, error: Exception) -> None:
         graph_break = Break.of("", "the model and its loss", error)

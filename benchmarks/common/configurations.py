@@ -55,7 +55,7 @@ class Configuration:
     """Whether a peer runs with torch.compile; zcompile always compiles."""
     ahead: bool = False
     """Whether FSDP2 is told what to gather ahead; on gloo it overlaps no other gather."""
-    graphs: bool = False
+    graphs: bool | Literal["step"] = False
     """Whether there are CUDA graphs: by torch.compile's `mode="reduce-overhead"`, or by zcompile's `cuda_graphs=`."""
     cast: bool = False
     """In bf16: whether zcompile casts parameters (`dtype=`); else the call runs under the autocast of the peers."""

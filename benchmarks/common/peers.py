@@ -154,11 +154,18 @@ def ours(model: GPT, start: Start) -> Built:
         stage=configuration.stage,
         checkpoint=configuration.checkpoint,
         dtype=torch.bfloat16 if configuration.cast else None,
-        cuda_graphs=configuration.graphs and start.device == "cuda",
+        cuda_graphs=configuration.graphs if start.device == "cuda" else False,
     )
     optimizer = adamw(compiled, start)
     if configuration.updates:
-        return zcompile.train_step(compiled, None, optimizer), compiled
+        whole = zcompile.train_step(compiled, None, optimizer)
+
+        def step(tokens: Tensor, targets: Tensor) -> Tensor:
+            with mixed(start):
+                loss: Tensor = whole(tokens, targets)
+            return loss
+
+        return step, compiled
     return loop(compiled, optimizer, start), compiled
 
 
@@ -167,11 +174,10 @@ def adamw(model: nn.Module, start: Start) -> torch.optim.AdamW:
 
 
 def loop(model: Callable[..., Any], optimizer: torch.optim.Optimizer, start: Start) -> Step:
-    """The step that everyone writes; under autocast in bf16, unless zcompile casts the parameters."""
-    mixed = start.precision == "bf16" and not start.configuration.cast
+    """The step that everyone writes."""
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(start.device, dtype=torch.bfloat16, enabled=mixed):
+        with mixed(start):
             loss: Tensor = model(tokens, targets)
         loss.backward()
         optimizer.step()
@@ -179,6 +185,12 @@ def loop(model: Callable[..., Any], optimizer: torch.optim.Optimizer, start: Sta
         return loss.detach()
 
     return step
+
+
+def mixed(start: Start) -> torch.autocast:
+    """Autocast to bf16, unless zcompile casts the parameters."""
+    wanted = start.precision == "bf16" and not start.configuration.cast
+    return torch.autocast(start.device, dtype=torch.bfloat16, enabled=wanted)
 
 
 BUILDERS: dict[Family, Callable[[GPT, Start], Built]] = {

@@ -34,8 +34,16 @@ TESTS = ROOT / "tests"
 PYTEST = (sys.executable, "-m", "pytest", "-q", "--disable-warnings", "-m", "gpu")
 WAITS = "tests/test_gpu.py::test_no_step_makes_the_host_wait"
 RANKS = "tests/test_nccl.py"
-ALONE = ("compile", "compile-graphs", "zcompile-0", "zcompile-0-graphs", "zcompile-3")
-TOGETHER = ("ddp-compiled", "fsdp2-3-compiled", "zcompile-0", "zcompile-3", "zcompile-3-graphs")
+ALONE = (
+    "compile",
+    "compile-graphs",
+    "fsdp2-3-compiled",
+    "zcompile-0",
+    "zcompile-0-step",
+    "zcompile-3",
+    "zcompile-3-step",
+)
+TOGETHER = ("ddp-compiled", "fsdp2-3-compiled", "zcompile-0", "zcompile-3", "zcompile-3-step")
 HOST = ("processor", "cores", "kernel", "python", "measured")
 STOPPED = "interrupted"
 Outcome = Literal["passed", "FAILED", "skipped", "GAP"]

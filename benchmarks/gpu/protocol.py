@@ -32,6 +32,7 @@ CONFIGURATIONS = (
     *(Configuration(f"zcompile-{stage}", "zcompile", stage) for stage in range(4)),
     *(Configuration(f"zcompile-{stage}-cast", "zcompile", stage, cast=True) for stage in range(4)),
     *(Configuration(f"zcompile-{stage}-graphs", "zcompile", stage, graphs=True) for stage in (0, 3)),
+    *(Configuration(f"zcompile-{stage}-step", "zcompile", stage, graphs="step", updates=True) for stage in (0, 3)),
 )
 BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS}
 

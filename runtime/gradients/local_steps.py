@@ -181,7 +181,7 @@ class LocalStep:
                 mine["params"] = [small_parameter(group["params"][0])]
                 self._unread += mine["params"]
         state = params.local_state(optimizer.state, whole=whole)
-        self._before = _contents(state)
+        self._before = contents(state)
         self.optimizer = sharing(optimizer, param_groups=local, state=state)
 
     def refresh(self) -> None:
@@ -196,7 +196,7 @@ class LocalStep:
             self._params.settle()
             for unread in self._unread:
                 stepped.state.pop(unread, None)
-            if not _are_same(self._before, _contents(stepped.state)):  # otherwise all was changed in place
+            if not are_same(self._before, contents(stepped.state)):  # otherwise all was changed in place
                 self._real.state.update(self._params.sharded_state(stepped.state, self._real.state))
         for group, left in zip(self._groups, stepped.param_groups, strict=True):
             group.update({key: value for key, value in left.items() if key != "params"})
@@ -204,14 +204,14 @@ class LocalStep:
         self._real.__dict__.update({key: value for key, value in stepped.__dict__.items() if key not in own})
 
 
-def _contents(state: Mapping[Any, Any]) -> list[Any]:
+def contents(state: Mapping[Any, Any]) -> list[Any]:
     """All objects in an optimizer's state, with their keys, in order."""
     nested = [value for value in state.values() if value.__class__ is dict]
     named = [part for value in nested for key in value for part in (key, value[key])]
     return [*state, *state.values(), *named]
 
 
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """True if they are the same objects."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
 

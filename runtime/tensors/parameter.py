@@ -103,10 +103,7 @@ class ShardedParameter(ExplainedDTensor):
             GroupError: names the ranks that have not come, and the calling line.
             BackwardError: `torch.autograd.grad` asks for a gradient that a model's backward delivers to `.grad`.
         """
-        of_gradient = (func == GET_GRADIENT and args[0].zcompile_owner is None) or (
-            func == SET_GRADIENT and (args[1] is None or owner_of(args[0]) is owner_of(args[1]) is None)
-        )
-        if of_gradient or func in STATE:
+        if func in STATE or _is_plain_gradient(func, args):
             with no_torch_function():
                 return func(*args)
         if func == _SET_DATA:  # a new object each time
@@ -161,6 +158,13 @@ class ShardedParameter(ExplainedDTensor):
             if held is not None:
                 explain_results(func, result, given, waits_of(held))
         return result
+
+
+def _is_plain_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """True for a read or write of a `.grad` that no rank owns, or that is dropped."""
+    if func == SET_GRADIENT:
+        return args[1] is None or owner_of(args[0]) is owner_of(args[1]) is None
+    return func == GET_GRADIENT and args[0].zcompile_owner is None
 
 
 class _Full(torch.autograd.Function):

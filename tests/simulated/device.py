@@ -155,6 +155,16 @@ _native.simulated_listen(_heard)
 atexit.register(_native.simulated_listen, _Heard())
 
 
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Inside, nobody listens: no Python runs but what is measured."""
+    _native.simulated_listen(_Heard())
+    try:
+        yield
+    finally:
+        _native.simulated_listen(_heard)
+
+
 # -- torch.cuda --------------------------------------------------------------------------------------------------------
 
 HANDLES = 16
@@ -274,7 +284,6 @@ _put_in(
     synchronize=_calls(synchronize),
     is_available=_gives(True),
     is_initialized=_gives(True),
-    is_current_stream_capturing=_gives(False),
     is_bf16_supported=_gives(True),
     set_sync_debug_mode=_sync_debug.set,
     get_sync_debug_mode=_sync_debug.get,
@@ -317,7 +326,6 @@ _put_in(
     _cuda_getCurrentRawStream=lambda device=0: _native.simulated_current_stream() * HANDLES,
     _cuda_getCurrentStream=lambda device=0: (_native.simulated_current_stream(), 0, 1),
     _cuda_getDefaultStream=_gives((0, 0, 1)),
-    _cuda_isCurrentStreamCapturing=_gives(False),
     _cuda_synchronize=_calls(synchronize),
 )
 graphs.install(str(library.build()["device"]), DEVICE)

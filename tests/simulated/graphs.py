@@ -27,6 +27,8 @@ def install(path: str, device: torch.device) -> None:
     handles = itertools.count(1)
     torch.cuda.CUDAGraph = torch.cuda.graphs.CUDAGraph = _graph_class(native)  # type: ignore[misc,assignment]
     torch.cuda.graph_pool_handle = torch.cuda.graphs.graph_pool_handle = lambda: (0, next(handles))
+    is_capturing = native.simulated_captures
+    torch.cuda.is_current_stream_capturing = torch.cuda.graphs.is_current_stream_capturing = lambda: is_capturing()
 
 
 def _declare(native: ctypes.PyDLL) -> None:
@@ -46,7 +48,8 @@ def _declare(native: ctypes.PyDLL) -> None:
     }.items():
         getattr(native, f"simulated_{name}").argtypes = arguments
     native.simulated_pool_taken.restype = ctypes.c_int64
-    native.simulated_storage_owns.restype = ctypes.c_bool
+    for name in ("storage_owns", "capture_end", "captures"):
+        getattr(native, f"simulated_{name}").restype = ctypes.c_bool
 
 
 def _graph_class(native: ctypes.PyDLL) -> type:
@@ -64,7 +67,8 @@ def _graph_class(native: ctypes.PyDLL) -> type:
             native.simulated_capture_begin(self._number, self._pool[1])
 
         def capture_end(self) -> None:
-            native.simulated_capture_end()
+            if native.simulated_capture_end():
+                raise RuntimeError("CUDA error: capturing stream has unjoined work")
 
         def replay(self) -> None:
             native.simulated_replay(self._number)
@@ -121,6 +125,7 @@ def _bindings(native: ctypes.PyDLL, device: torch.device) -> dict[str, Callable[
 
     return {
         "_host_emptyCache": lambda: None,
+        "_cuda_isCurrentStreamCapturing": lambda: native.simulated_captures(),
         "_cuda_clearCublasWorkspaces": lambda: None,
         "_cuda_get_conv_benchmark_empty_cache": lambda: False,
         "_cudnn_set_conv_benchmark_empty_cache": lambda enabled: None,

@@ -223,7 +223,7 @@ class ModelRuntime:
         if self._seeded_alike is None:
             seeds = self.agreement.share("the seed of random numbers", str(torch.initial_seed()))
             self._seeded_alike = len(set(seeds)) < self.communicator.size
-        if not self._seeded_alike:
+        if not self._seeded_alike or within_numbers_of_rank(self.communicator.device):
             return contextlib.nullcontext()
         return numbers_of_rank(self.communicator.rank, self.communicator.device)
 

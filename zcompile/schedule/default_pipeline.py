@@ -38,7 +38,7 @@ from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.passes.sink_waits import sink_waits
 from zcompile.passes.split_large import split_large
 from zcompile.passes.split_phases import split_phases
-from zcompile.schedule.option_checks import bytes_of, check_prefetch, check_stage, checkpoint_of, offload_of
+from zcompile.schedule.option_checks import CudaGraphs, bytes_of, check_prefetch, check_stage, checkpoint_of, offload_of
 from zcompile.schedule.pipeline import Pass, Pipeline, Trait
 
 Partition = Literal["min_cut", "default"]
@@ -92,7 +92,7 @@ def pipeline(
     arenas: bool = False,
     offload_activations: str | None = None,
     partition_activations: bool = False,
-    cuda_graphs: bool = False,
+    cuda_graphs: CudaGraphs = False,
 ) -> Pipeline:
     """Return the passes that make a ZeRO program, in the order derived from their facts; prints as a table.
 
@@ -113,7 +113,8 @@ def pipeline(
         arenas: Keep gathered parameters, copied gradients and saved activations in preallocated memory.
         offload_activations: Where to offload saved activations: "cpu" or "disk:FOLDER".
         partition_activations: Shard saved activations that are the same on all tensor-parallel ranks.
-        cuda_graphs: Capture regions as CUDA graphs, with gathered parameters and copied gradients at fixed addresses.
+        cuda_graphs: Capture regions as CUDA graphs, with gathered parameters and copied gradients at fixed addresses;
+            or "step", for a step that is captured as a whole, and in which nothing is gathered for the next one.
 
     Raises:
         OptionError: a stage outside 0 to 3, a negative prefetch, an invalid size, or an unknown checkpoint setting.
@@ -130,8 +131,8 @@ def pipeline(
     away = offload_of("offload_activations", offload_activations) is not None
     passes += _offloads(max(prefetch, 1), shards=partition_activations, away=away, whole=whole, limit=limit)
     budget = checkpoint_of(checkpoint)
-    last = [*(UPDATES[: 2 if prefetch else 1] if updates else ())]
-    last += _arenas(activations=budget is not None, arenas=arenas, graphs=cuda_graphs)
+    last = [*(UPDATES[: 2 if prefetch and cuda_graphs != "step" else 1] if updates else ())]
+    last += _arenas(activations=budget is not None, arenas=arenas, graphs=cuda_graphs is True)
     recompute = _recomputes(budget, [*passes, *last], fuses=partition == "min_cut", whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
     chosen = (split, ASSIGN, *recompute, *passes, *_within(limit, kept), *last)

@@ -14,6 +14,8 @@ from zcompile.errors import OptionError, nearest
 from zcompile.ir.layout import WIRE_DTYPES, Hybrid, Layout
 
 BACKENDS = ("inductor", "eager")
+CudaGraphs = bool | Literal["step"]
+"""What is captured as CUDA graphs: nothing, each region between two communications, or a whole train step."""
 
 
 def check_stage(stage: object) -> None:
@@ -192,6 +194,13 @@ def check_dimensions(shard: str | None, outer_dtype: object, dimensions: int, *,
 
 
 _TWO_LEVELS = "init_device_mesh('cuda', (nodes, gpus), mesh_dim_names=('replicate', 'shard'))"
+
+
+def check_graphs(graphs: object) -> None:
+    """Raise OptionError unless `graphs` is True, False or "step"."""
+    if graphs != "step" and not isinstance(graphs, bool):
+        fix = "give True for a graph of each region, or, to zcompile.train_step, 'step' for one of all"
+        raise OptionError("cuda_graphs", f"{graphs!r} is unknown", fix)
 
 
 def check_backend(backend: object) -> None:

@@ -18,10 +18,12 @@ from zcompile.schedule.default_pipeline import UPDATES, Schedule, pipeline
 from zcompile.schedule.option_checks import (
     AUTO,
     FLAT,
+    CudaGraphs,
     bytes_of,
     check_backend,
     check_dtype,
     check_gather_wire,
+    check_graphs,
     check_prefetch,
     check_shard,
     check_stage,
@@ -52,7 +54,7 @@ class MemoryOptions(TypedDict, total=False):
     bucket: int | str | None
     arenas: bool
     offload_activations: str | None
-    cuda_graphs: bool
+    cuda_graphs: CudaGraphs
 
 
 class InspectionOptions(TypedDict, total=False):
@@ -127,7 +129,7 @@ class Options:
     offload_activations: str | None = field(default=None, metadata={_PLACE: True})
     partition_activations: bool = False
     offload_parameters: str | None = field(default=None, metadata={_PLACE: True})
-    cuda_graphs: bool = False
+    cuda_graphs: CudaGraphs = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dump", os.environ.get("ZCOMPILE_DUMP") if self.dump is None else self.dump)
@@ -141,6 +143,7 @@ class Options:
         divides = self.hybrid is not Hybrid.HSDP or self.shard == AUTO
         check_gather_wire(self.outer_gather_dtype, self.stage, divides=divides)
         checkpoint_of(self.checkpoint)
+        check_graphs(self.cuda_graphs)
         keeping = [option for option in ("cuda_graphs", "arenas") if getattr(self, option)]
         if self.memory_limit is not None and keeping:
             fix = "leave one of the two out: an arena has room for what is alive at most, and has it all the time"

@@ -48,6 +48,11 @@ def has_step_pre_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks)
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """True if the optimizer has hooks of its own before or after its step."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def steps_of_scale(scaler: torch.amp.GradScaler) -> torch.Tensor:
     """Number of steps since the scale last changed, an int32 0-d tensor on the scaler's device, after `scale()`."""
     tracker = scaler._growth_tracker

@@ -81,6 +81,22 @@ class Blocks {
     --behind;
     return address(pointer) < behind->first + int64_t(behind->second);
   }
+  Contents contents() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    Contents found;
+    for (auto& [begin, bytes] : taken_) {
+      char* pointer = reinterpret_cast<char*>(begin);
+      found.emplace_back(pointer, std::vector<char>(pointer, pointer + bytes));
+    }
+    return found;
+  }
+  void restore(const Contents& before) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    for (auto& [begin, bytes] : before) {
+      auto found = taken_.find(address(begin));
+      if (found != taken_.end() && found->second == bytes.size()) std::memcpy(begin, bytes.data(), bytes.size());
+    }
+  }
   int64_t used() const { return used_; }
   int64_t peak() const { return peak_; }
   void forget_peak() { peak_ = used_; }
@@ -116,6 +132,22 @@ int64_t stream_now() {
   return current_stream;
 }
 
+Contents contents() {
+  return device_blocks.contents();
+}
+
+void restore(const Contents& before) {
+  device_blocks.restore(before);
+}
+
+int64_t new_stream() {
+  return next_stream++;
+}
+
+int64_t new_event() {
+  return next_event++;
+}
+
 namespace {
 
 void free_pinned(void* pointer) {
@@ -135,7 +167,10 @@ struct Allocator final : c10::DeviceAllocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t = {0, 0}) override {}
-  void recordStream(const DataPtr& data, Stream stream) override { tell({KEEP, stream.id(), address(data.get())}); }
+  void recordStream(const DataPtr& data, Stream stream) override {
+    keep_in_pool(data.get());
+    tell({KEEP, stream.id(), address(data.get())});
+  }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex) override { return {}; }
   void resetAccumulatedStats(DeviceIndex) override {}
   void resetPeakStats(DeviceIndex) override { device_blocks.forget_peak(); }
@@ -188,9 +223,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void* getStreamNativeHandle(const Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
   bool queryStream(const Stream&) const override { return false; }
   void synchronizeStream(const Stream& stream) const override {
+    refuse_stream(stream.id());
     tell({SYNC_STREAM, stream.id(), 0, 0, "synchronize"});
   }
-  void synchronizeDevice(DeviceIndex) const override { tell({SYNC_DEVICE, 0, 0, 0, "synchronize"}); }
+  void synchronizeDevice(DeviceIndex) const override {
+    refuse_device();
+    tell({SYNC_DEVICE, 0, 0, 0, "synchronize"});
+  }
 
   void record(void** event, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
     if (!*event) *event = reinterpret_cast<void*>(next_event++);
@@ -199,12 +238,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       events.recorded[address(*event)] = std::chrono::steady_clock::now();
       events.asked.erase(address(*event));
     }
+    captured_record(address(*event), stream.id());
     tell({RECORD, stream.id(), address(*event)});
   }
   void block(void* event, const Stream& stream) const override {
-    if (event) tell({BLOCK, stream.id(), address(event)});
+    if (!event) return;
+    captured_block(address(event), stream.id());
+    tell({BLOCK, stream.id(), address(event)});
   }
   bool queryEvent(void* event) const override {
+    refuse_event(address(event));
     {
       std::lock_guard<std::mutex> guard(events.mutex);
       if (events.asked.insert(address(event)).second) return false;
@@ -212,7 +255,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     tell({SEEN, 0, address(event)});
     return true;
   }
-  void synchronizeEvent(void* event) const override { tell({SYNC_EVENT, 0, address(event), 0, "synchronize"}); }
+  void synchronizeEvent(void* event) const override {
+    refuse_event(address(event));
+    tell({SYNC_EVENT, 0, address(event), 0, "synchronize"});
+  }
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
     std::lock_guard<std::mutex> guard(events.mutex);
     events.recorded.erase(address(event));
@@ -280,6 +326,18 @@ const at::Generator& default_generator() {
   return generator;
 }
 
+}  // namespace
+
+uint64_t random_offset() {
+  return default_generator().get_offset();
+}
+
+void set_random_offset(uint64_t offset) {
+  at::Generator(default_generator()).set_offset(offset);
+}
+
+namespace {
+
 // -- hooks -------------------------------------------------------------------------------------------------------------
 
 struct Hooks final : at::CUDAHooksInterface {
@@ -303,7 +361,7 @@ struct Hooks final : at::CUDAHooksInterface {
   at::Generator getNewGenerator(DeviceIndex) const override {
     return at::Generator(c10::make_intrusive<Generator>());
   }
-  void deviceSynchronize(DeviceIndex) const override { tell({SYNC_DEVICE, 0, 0, 0, "synchronize"}); }
+  void deviceSynchronize(DeviceIndex) const override { guard.synchronizeDevice(0); }
 };
 c10::Registerer<std::string, std::unique_ptr<at::CUDAHooksInterface>, at::CUDAHooksArgs> registered_hooks(
     "CUDAHooks",

@@ -6,6 +6,7 @@
 #include <c10/core/StorageImpl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -18,7 +19,9 @@ namespace {
 struct Place {
   void* begin;
   size_t bytes;
+  int64_t stream;
   bool taken;
+  bool kept = false;
 };
 
 struct Pool {
@@ -26,24 +29,44 @@ struct Pool {
   int uses = 0;  // graphs, and threads that allocate from it
 };
 
-struct Graph {
-  int64_t pool;
-  std::vector<Kernel> kernels;
+enum class Act { LAUNCH, RECORD, BLOCK };
+
+struct Step {
+  Act act;
+  int64_t stream, event;
+  Kernel kernel;
 };
 
-std::mutex mutex;
+struct Graph {
+  int64_t pool;
+  std::vector<Step> steps;
+  std::map<int64_t, int64_t> streams;  // by those of the capture: what stands for them in replays
+};
+
+using Clock = std::map<int64_t, int64_t>;
+
+struct Capture {
+  Graph* graph;
+  int64_t origin;
+  std::map<int64_t, Clock> streams, events;
+  Contents before;
+  uint64_t offset;
+};
+
+#define LOCKED std::lock_guard<std::recursive_mutex> guard(mutex)
+
+std::recursive_mutex mutex;
 std::map<int64_t, Pool>& pools = *new std::map<int64_t, Pool>;
 std::map<void*, Place*>& places = *new std::map<void*, Place*>;
 std::map<int64_t, Graph>& graphs = *new std::map<int64_t, Graph>;
 thread_local int64_t pool_of_thread = 0;
-thread_local Graph* capturing = nullptr;
-// What was in the pool when the capture began: a GPU runs nothing until the graph is replayed.
-thread_local std::vector<std::pair<void*, std::vector<char>>> before;
+std::unique_ptr<Capture>& capturing = *new std::unique_ptr<Capture>;  // one at a time
+std::atomic<bool> is_capturing{false};  // most calls need no lock
 
 void leave(int64_t number) {
   std::vector<void*> unused;
   {
-    std::lock_guard<std::mutex> guard(mutex);
+    LOCKED;
     Pool& pool = pools[number];
     if (--pool.uses || std::any_of(pool.places.begin(), pool.places.end(), [](auto& place) { return place.taken; }))
       return;
@@ -59,31 +82,99 @@ void leave(int64_t number) {
 }  // namespace
 
 bool captures() {
-  return capturing != nullptr;
+  if (!is_capturing) return false;
+  LOCKED;
+  if (!capturing) return false;
+  // As any work on the legacy default stream, which waits for all others.
+  TORCH_CHECK(stream_now() != 0, "operation would make the legacy stream depend on a capturing blocking stream");
+  return capturing->streams.count(stream_now());
 }
 
 void capture(Kernel kernel) {
-  capturing->kernels.push_back(std::move(kernel));
+  LOCKED;
+  int64_t stream = stream_now();
+  ++capturing->streams[stream][stream];
+  capturing->graph->steps.push_back({Act::LAUNCH, stream, 0, std::move(kernel)});
+}
+
+void captured_record(int64_t event, int64_t stream) {
+  if (!is_capturing) return;
+  LOCKED;
+  if (!capturing) return;
+  capturing->events.erase(event);
+  if (!capturing->streams.count(stream)) return;
+  capturing->events[event] = capturing->streams[stream];
+  capturing->graph->steps.push_back({Act::RECORD, stream, event, {}});
+}
+
+void captured_block(int64_t event, int64_t stream) {
+  if (!is_capturing) return;
+  LOCKED;
+  if (!capturing) return;
+  auto found = capturing->events.find(event);
+  bool is_captured = capturing->streams.count(stream);
+  if (found == capturing->events.end()) {
+    TORCH_CHECK(!is_captured, "dependency created on uncaptured work in another stream");
+    return;
+  }
+  TORCH_CHECK(stream != 0, "operation would make the legacy stream depend on a capturing blocking stream");
+  for (auto& [other, count] : found->second) {
+    int64_t& known = capturing->streams[stream][other];
+    known = std::max(known, count);
+  }
+  capturing->graph->steps.push_back({Act::BLOCK, stream, event, {}});
+}
+
+void refuse_event(int64_t event) {
+  if (!is_capturing) return;
+  LOCKED;
+  TORCH_CHECK(!capturing || !capturing->events.count(event), "operation not permitted on an event last recorded in a capturing stream");
+}
+
+void refuse_stream(int64_t stream) {
+  if (!is_capturing) return;
+  LOCKED;
+  TORCH_CHECK(!capturing || !capturing->streams.count(stream), "operation not permitted when stream is capturing");
+}
+
+void refuse_device() {
+  TORCH_CHECK(!is_capturing, "operation not permitted when stream is capturing");
 }
 
 void* take_from_pool(size_t bytes) {
-  if (!pool_of_thread) return nullptr;
-  std::lock_guard<std::mutex> guard(mutex);
-  Pool& pool = pools[pool_of_thread];
-  Place* best = nullptr;
-  for (Place& place : pool.places)
-    if (!place.taken && place.bytes >= bytes && (!best || place.bytes < best->bytes)) best = &place;
-  if (!best) {
-    pool.places.push_back({take_segment(bytes), bytes, true});
-    best = &pool.places.back();
-    places[best->begin] = best;
+  if (!is_capturing && !pool_of_thread) return nullptr;
+  int64_t number;
+  {
+    LOCKED;
+    bool is_captured = capturing && capturing->streams.count(stream_now());
+    number = is_captured ? capturing->graph->pool : pool_of_thread;
+    if (!number) return nullptr;
+    Place* best = nullptr;
+    for (Place& place : pools[number].places)
+      if (!place.taken && !place.kept && place.stream == stream_now() && place.bytes >= bytes &&
+          (!best || place.bytes < best->bytes))
+        best = &place;
+    if (best) {
+      best->taken = true;
+      return best->begin;
+    }
   }
-  best->taken = true;
-  return best->begin;
+  void* begin = take_segment(bytes);  // tells of it, for which a listener may wait for whoever waits for the lock
+  LOCKED;
+  Pool& pool = pools[number];
+  pool.places.push_back({begin, bytes, stream_now(), true});
+  places[begin] = &pool.places.back();
+  return begin;
+}
+
+void keep_in_pool(void* pointer) {
+  LOCKED;
+  auto found = places.find(pointer);
+  if (found != places.end() && capturing) found->second->kept = true;
 }
 
 bool give_to_pool(void* pointer) {
-  std::lock_guard<std::mutex> guard(mutex);
+  LOCKED;
   auto found = places.find(pointer);
   if (found == places.end()) return false;
   found->second->taken = false;
@@ -97,7 +188,7 @@ using namespace simulated;
 extern "C" {
 
 void simulated_pool_begin(int64_t pool) {
-  std::lock_guard<std::mutex> guard(mutex);
+  LOCKED;
   ++pools[pool].uses;
   pool_of_thread = pool;
 }
@@ -111,38 +202,64 @@ void simulated_pool_release(int64_t pool) {
 }
 
 void simulated_capture_begin(int64_t graph, int64_t pool) {
-  simulated_pool_begin(pool);
-  std::lock_guard<std::mutex> guard(mutex);
-  for (Place& place : pools[pool].places) {
-    char* begin = static_cast<char*>(place.begin);
-    before.emplace_back(begin, std::vector<char>(begin, begin + place.bytes));
+  LOCKED;
+  ++pools[pool].uses;
+  int64_t origin = stream_now();
+  graphs[graph] = {pool, {}, {}};
+  capturing.reset(new Capture{&graphs[graph], origin, {{origin, {}}}, {}, contents(), random_offset()});
+  is_capturing = true;
+}
+
+// Returns whether streams are left that the first one has not waited for, an error of CUDA's.
+bool simulated_capture_end() {
+  LOCKED;
+  is_capturing = false;
+  std::unique_ptr<Capture> ended = std::move(capturing);
+  restore(ended->before);
+  set_random_offset(ended->offset);
+  bool is_joined = true;
+  for (auto& [stream, clock] : ended->streams) {
+    if (stream != ended->origin) ended->graph->streams[stream] = new_stream();
+    is_joined &= ended->streams[ended->origin][stream] >= clock[stream];
   }
-  capturing = &(graphs[graph] = {pool, {}});
+  return !is_joined;
 }
 
-void simulated_capture_end() {
-  for (auto& [begin, bytes] : before) std::memcpy(begin, bytes.data(), bytes.size());
-  before.clear();
-  capturing = nullptr;
-  pool_of_thread = 0;
+bool simulated_captures() {
+  LOCKED;
+  return capturing && capturing->streams.count(stream_now());
 }
 
-// One launch, of all that was captured.
+// One launch, of all that was captured. What several streams do is told of each, as they are ordered by events only.
 void simulated_replay(int64_t number) {
   Graph& graph = graphs.at(number);
   std::vector<Access> accesses;
-  for (Kernel& kernel : graph.kernels) {
-    accesses.insert(accesses.end(), kernel.accesses.begin(), kernel.accesses.end());
-    Quiet silence;
-    kernel.body();
+  std::map<int64_t, int64_t> events;
+  bool is_told = !graph.streams.empty();
+  if (is_told) launched("a CUDA graph", stream_now(), {});
+  for (Step& step : graph.steps) {
+    auto found = graph.streams.find(step.stream);
+    int64_t stream = found == graph.streams.end() ? stream_now() : found->second;
+    if (step.act == Act::LAUNCH) {
+      {
+        Quiet silence;
+        step.kernel.body();
+      }
+      accesses.insert(accesses.end(), step.kernel.accesses.begin(), step.kernel.accesses.end());
+      if (is_told) launched(("captured " + step.kernel.name).c_str(), stream, step.kernel.accesses);
+    } else if (is_told && step.act == Act::RECORD) {
+      tell({RECORD, stream, events[step.event] = new_event()});
+    } else if (is_told) {
+      tell({BLOCK, stream, events.at(step.event)});
+    }
   }
-  launched("a CUDA graph", stream_now(), accesses);
+  if (!is_told) launched("a CUDA graph", stream_now(), accesses);
 }
 
 void simulated_graph_reset(int64_t number) {
   int64_t pool;
   {
-    std::lock_guard<std::mutex> guard(mutex);
+    LOCKED;
     auto found = graphs.find(number);
     if (found == graphs.end()) return;
     pool = found->second.pool;
@@ -153,7 +270,7 @@ void simulated_graph_reset(int64_t number) {
 
 // The addresses that are taken in a pool; gives how many there are.
 int64_t simulated_pool_taken(int64_t pool, int64_t* addresses, int64_t room) {
-  std::lock_guard<std::mutex> guard(mutex);
+  LOCKED;
   int64_t count = 0;
   for (Place& place : pools[pool].places) {
     if (!place.taken) continue;
@@ -166,7 +283,7 @@ int64_t simulated_pool_taken(int64_t pool, int64_t* addresses, int64_t room) {
 // Lets exactly these be taken, and the storages own what they lie in.
 void simulated_pool_restore(int64_t pool, const int64_t* addresses, int64_t count, const int64_t* storages, int64_t owners) {
   {
-    std::lock_guard<std::mutex> guard(mutex);
+    LOCKED;
     for (Place& place : pools[pool].places)
       place.taken = std::count(addresses, addresses + count, reinterpret_cast<int64_t>(place.begin)) > 0;
   }

@@ -4,7 +4,7 @@
 // and `wait` lets the current stream wait for it; its tensors are held until then. One that is not asynchronous runs on
 // the current stream. Bytes are moved at once: by a backend of hosts, or, in a world of which only this rank is there,
 // as if all ranks had sent what this one has.
-#include "simulated.h"
+#include "graphs.h"
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -123,7 +123,7 @@ class Nccl final : public Backend {
   }
 
   c10::intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-    return run({"all_reduce", c10d::OpType::ALLREDUCE, opts.asyncOp}, tensors, tensors, [&](Tensors& in, Tensors&) {
+    return run({"all_reduce", c10d::OpType::ALLREDUCE, opts.asyncOp}, tensors, tensors, [=, this](Tensors& in, Tensors&) {
       if (transport_) send([&](const auto& op) { return transport_->allreduce(in, sums(opts, op)); }, opts.reduceOp, in);
     });
   }
@@ -135,7 +135,7 @@ class Nccl final : public Backend {
   c10::intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
     bool root = opts.rootRank == rank_;
     return run({"broadcast", c10d::OpType::BROADCAST, opts.asyncOp}, tensors, root ? Tensors{} : tensors,
-               [&](Tensors& in, Tensors&) {
+               [=, this](Tensors& in, Tensors&) {
                  if (transport_) transport_->broadcast(in, opts)->wait();
                });
   }
@@ -144,7 +144,7 @@ class Nccl final : public Backend {
   c10::intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
     bool root = opts.rootRank == rank_;
     return run({"reduce", c10d::OpType::REDUCE, opts.asyncOp}, tensors, root ? tensors : Tensors{},
-               [&](Tensors& in, Tensors&) {
+               [=, this](Tensors& in, Tensors&) {
                  if (!transport_) return;
                  Tensors all;
                  for (const Tensor& tensor : in) all.push_back(tensor.clone());
@@ -166,7 +166,7 @@ class Nccl final : public Backend {
       Tensors& fulls, Tensors& shards, const c10d::AllgatherOptions& opts) override {
     Tensors written;
     for (size_t index = 0; index < fulls.size(); ++index) written = joined(written, written_by(fulls[index], shards[index]));
-    return run({"all_gather", c10d::OpType::_ALLGATHER_BASE, opts.asyncOp}, shards, written, [&](Tensors& in, Tensors&) {
+    return run({"all_gather", c10d::OpType::_ALLGATHER_BASE, opts.asyncOp}, shards, written, [=, this](Tensors& in, Tensors&) {
       for (size_t index = 0; index < fulls.size(); ++index) {
         Tensor full = simulated::on_host(fulls[index]);
         if (transport_) {
@@ -181,7 +181,7 @@ class Nccl final : public Backend {
 
   c10::intrusive_ptr<Work> allgather(
       std::vector<Tensors>& fulls, Tensors& shards, const c10d::AllgatherOptions& opts) override {
-    return run({"all_gather", c10d::OpType::ALLGATHER, opts.asyncOp}, shards, fulls[0], [&](Tensors& in, Tensors& out) {
+    return run({"all_gather", c10d::OpType::ALLGATHER, opts.asyncOp}, shards, fulls[0], [=, this](Tensors& in, Tensors& out) mutable {
       std::vector<Tensors> outs{out};
       if (transport_) transport_->allgather(outs, in, opts)->wait();
       else for (Tensor& one : out) one.copy_(in[0]);
@@ -197,7 +197,7 @@ class Nccl final : public Backend {
   c10::intrusive_ptr<Work> reduce_scatter_tensor_coalesced(
       Tensors& shards, Tensors& fulls, const c10d::ReduceScatterOptions& opts) override {
     return run({"reduce_scatter", c10d::OpType::_REDUCE_SCATTER_BASE, opts.asyncOp}, fulls, shards,
-               [&](Tensors& in, Tensors& out) {
+               [=, this](Tensors& in, Tensors& out) mutable {
                  for (size_t index = 0; index < in.size(); ++index) reduce_scatter(in[index], out[index], opts);
                });
   }
@@ -206,7 +206,7 @@ class Nccl final : public Backend {
       Tensor& arrived, Tensor& sent, std::vector<int64_t>& arrivedSizes, std::vector<int64_t>& sentSizes,
       const c10d::AllToAllOptions& opts) override {
     return run({"all_to_all", c10d::OpType::ALLTOALL_BASE, opts.asyncOp}, {sent}, {arrived},
-               [&](Tensors& in, Tensors& out) {
+               [=, this](Tensors& in, Tensors& out) mutable {
                  if (transport_) transport_->alltoall_base(out[0], in[0], arrivedSizes, sentSizes, opts)->wait();
                  else out[0].copy_(in[0]);
                });
@@ -215,7 +215,7 @@ class Nccl final : public Backend {
   c10::intrusive_ptr<Work> scatter(
       Tensors& outs, std::vector<Tensors>& ins, const c10d::ScatterOptions& opts) override {
     return run({"scatter", c10d::OpType::SCATTER, opts.asyncOp}, ins.empty() ? Tensors{} : ins[0], outs,
-               [&](Tensors& in, Tensors& out) {
+               [=, this](Tensors& in, Tensors& out) mutable {
                  std::vector<Tensors> given;
                  if (!in.empty()) given.push_back(in);
                  if (transport_) transport_->scatter(out, given, opts)->wait();
@@ -262,6 +262,7 @@ class Nccl final : public Backend {
   struct Launch {
     Call call{"nothing", c10d::OpType::UNKNOWN, true};
     Tensors read, written;
+    std::vector<std::function<void()>> bodies;  // within a capture
   };
   using Body = std::function<void(Tensors&, Tensors&)>;
 
@@ -309,19 +310,24 @@ class Nccl final : public Backend {
   }
 
   c10::intrusive_ptr<Work> run(Call call, const Tensors& read, const Tensors& written, const Body& body) {
-    note(call.name, read);
-    {
+    Tensors in, out;
+    for (const Tensor& tensor : read) in.push_back(simulated::on_host(tensor));
+    for (const Tensor& tensor : written) out.push_back(simulated::on_host(tensor));
+    auto move = [this, call, in, out, body]() mutable {
+      note(call.name, in);
       simulated::Quiet silence;
       at::NoGradGuard no_grad;
-      Tensors in, out;
-      for (const Tensor& tensor : read) in.push_back(simulated::on_host(tensor));
-      for (const Tensor& tensor : written) out.push_back(simulated::on_host(tensor));
       body(in, out);
-    }
-    if (!coalescing_) return finish({call, read, written});
+    };
+    bool is_captured = simulated::captures();  // no rank gets anything until the graph is replayed
+    if (!is_captured) move();
+    Launch launch{call, read, written, {}};
+    if (is_captured) launch.bodies.push_back(move);
+    if (!coalescing_) return finish(std::move(launch));
     coalescing_->call = call;
     coalescing_->read = joined(coalescing_->read, read);
     coalescing_->written = joined(coalescing_->written, written);
+    for (auto& one : launch.bodies) coalescing_->bodies.push_back(one);
     return nullptr;
   }
 
@@ -336,9 +342,17 @@ class Nccl final : public Backend {
     std::vector<simulated::Access> accesses;
     for (const Tensor& tensor : launch.read) simulated::touch(accesses, tensor, false);
     for (const Tensor& tensor : launch.written) simulated::touch(accesses, tensor, true);
-    simulated::launched((std::string("nccl::") + launch.call.name).c_str(), stream.id(), accesses);
+    launched(launch, stream, accesses);
     Tensors held = joined(launch.written, launch.read);
     return c10::make_intrusive<StreamWork>(rank_, launch.call.type, stream, std::move(held));
+  }
+
+  void launched(const Launch& launch, c10::Stream stream, const std::vector<simulated::Access>& accesses) {
+    std::string name = std::string("nccl::") + launch.call.name;
+    if (launch.bodies.empty()) return simulated::launched(name.c_str(), stream.id(), accesses);
+    c10::Stream current = device().exchangeStream(stream);
+    simulated::capture({name, accesses, [bodies = launch.bodies] { for (auto& body : bodies) body(); }});
+    device().exchangeStream(current);
   }
 
   // Each pair of ranks has a stream of its own, on which its messages follow each other.

@@ -49,7 +49,7 @@ class ModelCall:
 
         `given`: the graph's arguments, which may depend on other graphs.
         """
-        for node in _compiled_nodes(_nodes_of(result), _nodes_of(given)):
+        for node in _compiled_nodes(ends, _nodes_of(given)) if (ends := _nodes_of(result)) else ():
             kinds = kinds_left_undefined(node, self.delivery.results)
             node.register_prehook(_Check(self, _accumulator(node), kinds).before)
             mark(node)
@@ -132,6 +132,9 @@ class _Check:
 
 def tensors_in(result: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     """Tensors in a model's arguments or results: containers, dataclasses and other objects with attributes."""
+    if isinstance(result, torch.Tensor):
+        yield result
+        return
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.Tensor):
             yield leaf
