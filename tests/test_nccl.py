@@ -107,6 +107,7 @@ TWO = (
     *("train step, stage 3, optimizer", "stage 1, bf16", "stage 3, float16, scaling"),
     *("owners, stage 2", "owners, stage 3", "owners, accumulating, clipping"),
     *("stage 1, graphs, accumulating", "stage 3, graphs", "train step, stage 3, graphs"),
+    *("train step, stage 1, one graph, clipping", "train step, stage 3, one graph"),
 )
 FOUR = (
     *("stage 1", "stage 3", "hybrid, stage 2", "hybrid, stage 3", "hpz, stage 3", "hfsdp, stage 2", "hfsdp, stage 3"),

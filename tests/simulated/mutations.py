@@ -52,6 +52,7 @@ EXECUTOR, GPUS, WORK = (f"runtime/{name}.py" for name in ("executor", "backend_c
 DELIVERY, UPDATES = (f"runtime/gradients/{name}.py" for name in ("delivery", "updates"))
 ARENA, PARTS = "runtime/arena.py", "runtime/offload/activation_storage.py"
 LINKS = "runtime/stage_links.py"
+WHOLE, ONE_GRAPH = "zcompile/engine/step_graphs.py", "train step, stage 3, one graph"
 UNLESS_IT_FAILS = "except NotImplementedError:\n            raise\n        else:"
 """In place of `finally:`."""
 
@@ -143,6 +144,9 @@ MUTATIONS = (
     Mutation(LINKS, "StreamWork(work.wait, (tensor,), waits=self.waits)",
              "StreamWork(work.wait, (), waits=self.waits)", ("pipeline, stage 3",),
              "torch holds the tensors of a message itself until it is waited for"),
+    # a step as one graph
+    Mutation(WHOLE, "self._stream.wait_stream(here)", "pass", (f"{ONE_GRAPH}, writing", f"{ONE_GRAPH}, alternating")),
+    Mutation(WHOLE, "here.wait_stream(self._stream)", "pass", (f"{ONE_GRAPH}, writing", f"{ONE_GRAPH}, alternating")),
     # arenas
     Mutation(ARENA, "if block.is_free and block.stream == stream)", "if block.is_free)",
              ("stage 3, arenas, apart",)),
