@@ -226,6 +226,10 @@ class BackendCollectives(Collectives):
         self._in_flight.add(work)
         return work
 
+    def passed(self) -> None:
+        if self._watch is not None:
+            self._watch.passed()
+
     def order_all(self) -> None:
         """Uses stream waits. Errors of a broken group are dropped: the one that matters is already propagating."""
         for work in list(self._in_flight):

@@ -79,6 +79,9 @@ class Collectives(ABC):
     def stamp(self, run: int) -> None:
         """Mark messages from now on as belonging to the run with this number, if the backend has tags."""
 
+    def passed(self) -> None:  # noqa: B027
+        """Note that the current stream was given collectives in a graph; a GPU's are watched."""
+
     @abstractmethod
     def order_all(self) -> None:
         """Make the current stream wait for every collective that was started and not waited for.

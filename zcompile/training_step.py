@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 from zcompile.compile_model import compile
 from zcompile.compiled import CompiledModule, options_of
 from zcompile.engine.calls.fragments import Fragment, Tree
-from zcompile.engine.step_graphs import StepGraphs
+from zcompile.engine.step_graphs import Inputs, StepGraphs, StepResults
 from zcompile.engine.train_steps import (
     ONE_ELEMENT,
     BaseStep,
@@ -221,7 +221,7 @@ class TrainStep(BaseStep):
         for optimizer in optimizers:
             self._engine.runtime.settings.know(optimizer)
         wanted = self._engine.options.cuda_graphs == "step"
-        self._graphs = StepGraphs(self._engine.runtime, optimizers) if wanted else None
+        self._graphs = StepGraphs(self._engine.runtime, optimizers, self._in_graphs) if wanted else None
         self._fragment = _Loss(model._tree, trained, updater, self._graphs)
 
     @briefly
@@ -244,11 +244,17 @@ class TrainStep(BaseStep):
             loss, metrics, self.grad_norm = self._step(batch, named)
         return loss if metrics is None else (loss, metrics)
 
-    def _step(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Results:
+    def _in_graphs(self) -> tuple[Any, ...]:
+        """What a graph of the step has captured by value, of what can change."""
+        scaler = self._scaler
+        factors = () if scaler is None else (scaler.get_growth_factor(), scaler.get_backoff_factor())
+        return (self.clip_grad_norm, *factors, None if scaler is None else scaler.get_growth_interval())
+
+    def _step(self, batch: tuple[Any, ...], named: dict[str, Any]) -> StepResults:
         with torch.enable_grad():
             result = self._fragment.tree.run(self._fragment, batch, named)
             if self._graphs is not None and self._graphs.replays:
-                return result, None, None
+                return *split_results(result), None
             loss, metrics = _split_loss(result)
             if self._updater is None:
                 (loss if self._scaler is None else self._scaler.scale(loss)).backward()
@@ -303,10 +309,6 @@ class TrainStep(BaseStep):
             raise ParameterError("parameters", problem, "remove it, or leave cuda_graphs='step' out")
 
 
-_Results = tuple[torch.Tensor, dict[str, torch.Tensor] | None, torch.Tensor | None]
-"""Loss, metrics, and the norm of all gradients."""
-
-
 def _split_loss(result: object) -> tuple[torch.Tensor, dict[str, torch.Tensor] | None]:
     """The loss, and the metrics if there are any; raises OptionError for an invalid loss."""
     loss, metrics = split_results(result)
@@ -335,7 +337,7 @@ class _Loss(Fragment):
     def _capture(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         program = super()._capture(module, inputs)
         known = {**self.names.parameters, **self.names.others}
-        return program if self._graphs is None else self._graphs.within(program, [id(one) in known for one in inputs])
+        return program if self._graphs is None else self._graphs.within(program, Inputs.of(inputs, known))
 
     def _split(self, error: Exception) -> None:
         graph_break = Break.of("", "the model and its loss", error)

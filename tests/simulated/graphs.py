@@ -36,6 +36,7 @@ def _declare(native: ctypes.PyDLL) -> None:
     for name, arguments in {
         "pool_begin": [number],
         "pool_release": [number],
+        "pool_uses": [number],
         "capture_begin": [number, number],
         "replay": [number],
         "graph_reset": [number],
@@ -47,7 +48,7 @@ def _declare(native: ctypes.PyDLL) -> None:
         "free": [number],
     }.items():
         getattr(native, f"simulated_{name}").argtypes = arguments
-    native.simulated_pool_taken.restype = ctypes.c_int64
+    native.simulated_pool_taken.restype = native.simulated_pool_uses.restype = ctypes.c_int64
     for name in ("storage_owns", "capture_end", "captures"):
         getattr(native, f"simulated_{name}").restype = ctypes.c_bool
 
@@ -61,19 +62,24 @@ def _graph_class(native: ctypes.PyDLL) -> type:
         def __init__(self, keep_graph: bool = False) -> None:
             self._number = next(numbers)
             self._pool: Pool = (0, 0)
+            self._ended = False
 
         def capture_begin(self, pool: Pool | None = None, **options: object) -> None:
+            assert pool is None or native.simulated_pool_uses(pool[1]), "use_count > 0"  # as torch's allocator does
             self._pool = pool or (0, next(pools))
             native.simulated_capture_begin(self._number, self._pool[1])
 
         def capture_end(self) -> None:
             if native.simulated_capture_end():
                 raise RuntimeError("CUDA error: capturing stream has unjoined work")
+            self._ended = True
 
         def replay(self) -> None:
             native.simulated_replay(self._number)
 
         def pool(self) -> Pool:
+            if not self._ended:
+                raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
             return self._pool
 
         def register_generator_state(self, generator: torch.Generator) -> None:

@@ -168,6 +168,7 @@ class Drawing(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls += 1
+        self.last = x.detach() * 2
         for layer in self.layers:
             x = nn.functional.dropout(layer(x).relu(), 0.3) + x
         return x.sum(1, keepdim=True) - y, x.transpose(0, 1)

@@ -9,7 +9,8 @@ What a graph has captured must not change unnoticed. Each step still goes throug
 where the forward would begin. There the parameters, buffers, optimizer state and settings of the graph are compared
 with the current ones; if some were replaced or changed, the step is captured anew. Learning rates are tensors on the
 device while a step runs, and are updated before each replay. Ranks decide together: if one of them has to run the step
-line by line, for a batch of other shapes or because it has compiled something, all of them do.
+line by line, for a batch of other shapes or because it has compiled something, all of them do, and they capture
+together.
 
 Streams: steps run on a stream of their own, because a node of autograd that another stream has created would draw that
 stream into the capture. It waits for the caller's stream at the beginning of a step and the other way round at its end,
@@ -19,15 +20,17 @@ so memory that one of them frees is used by the other only after that.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from zcompile.engine.model_runtime import ModelRuntime
@@ -39,9 +42,12 @@ from zcompile.runtime.waits import Place, where_of
 from zcompile.torch_internals.autograd import version_of
 from zcompile.torch_internals.dispatch import no_torch_function
 from zcompile.torch_internals.distributed import copy_all
+from zcompile.torch_internals.dtensor import local_values
 from zcompile.torch_internals.optimizers import has_step_hooks
 from zcompile.torch_internals.pytree import tree_map_only
 
+StepResults = tuple[torch.Tensor, dict[str, torch.Tensor] | None, torch.Tensor | None]
+"""Loss, metrics, and the norm of all gradients."""
 RUNS = 2
 """Steps before a capture: in the first, programs are compiled and optimizers create their state."""
 MOST = 8
@@ -49,7 +55,7 @@ MOST = 8
 
 
 class StepAction(IntEnum):
-    """What a rank does in a step; if any of them has to run it line by line, all do."""
+    """What ranks do in a step: the least that one of them has to do."""
 
     RUN = 0
     CAPTURE = 1
@@ -62,33 +68,59 @@ class _Graph:
 
     Attributes:
         runs: How often it ran line by line.
+        number: That of its capture, the same on all ranks; 0 until it is captured.
         replay: Launches it; None until it is captured.
         inputs: Where it reads the batch.
         outputs: What the forward returned in it, detached.
-        results: What the step returned in it: tensors, names of tensors, or None.
-        held: The tensors that it has captured by their addresses, kept alive so that their identities are not reused.
-        settings: Those of the optimizers, which it has captured by value.
+        copied: Which of them are in the graph's memory, and copied out of it.
+        norm: The norm of all gradients, if they are clipped.
+        held: What it has captured by address, kept alive so that identities are not reused.
+        addresses: Those of the tensors in `held`.
+        settings: What it has captured by value.
         steps: Optimizer steps that one replay makes, and how many of them found no gradient.
     """
 
     runs: int = 0
+    number: int = 0
     replay: Callable[[], None] | None = None
     inputs: list[torch.Tensor] = field(default_factory=list)
-    outputs: Any = None
-    results: Any = None
+    outputs: Sequence[Any] = ()
+    copied: list[bool] = field(default_factory=list)
+    norm: torch.Tensor | None = None
     held: list[Any] = field(default_factory=list)
-    settings: list[dict[str, Any]] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    settings: list[Any] = field(default_factory=list)
     steps: tuple[int, int] = (0, 0)
 
-    def copied(self) -> Any:
-        """The results, in memory that replays do not overwrite."""
-        made: list[Any] = []
-        for one in self.results:
-            if isinstance(one, dict):
-                made.append({name: tensor.clone() for name, tensor in one.items()})
-            else:
-                made.append(None if one is None else one.clone())
-        return made
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of a program, by index.
+
+    Attributes:
+        fixed: Parameters and buffers, which a graph reads and writes where they are.
+        numbers: Tensors of one element on the host, of which a kernel gets the value, and what is no tensor.
+        batch: The other tensors.
+    """
+
+    fixed: list[int]
+    numbers: list[int]
+    batch: list[int]
+
+    @classmethod
+    def of(cls, given: Sequence[Any], known: Container[int]) -> Inputs:
+        """Those of a program that is compiled for arguments like `given`; `known`: `id`s of parameters and buffers."""
+        tensors = [isinstance(one, torch.Tensor) for one in given]
+        kept = [id(one) in known or isinstance(one, nn.Parameter) for one in given]
+        numbers = [
+            not (tensor and (one.ndim or is_gpu(one.device))) for one, tensor in zip(given, tensors, strict=True)
+        ]
+        places = range(len(given))
+        return cls(
+            [at for at in places if kept[at] and not numbers[at]],
+            [at for at in places if numbers[at]],
+            [at for at in places if not kept[at] and not numbers[at]],
+        )
 
 
 class StepGraphs:
@@ -97,25 +129,32 @@ class StepGraphs:
     Args:
         runtime: That of the model.
         optimizers: Those that it steps.
+        options: Returns what else the step depends on, compared by value.
 
     Raises:
         OptionError: an option makes the host wait within a step, or keeps memory that a graph cannot share.
     """
 
-    def __init__(self, runtime: ModelRuntime, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, runtime: ModelRuntime, optimizers: Sequence[Optimizer], options: Callable[[], tuple[Any, ...]]
+    ) -> None:
         for option in ("offload_parameters", "offload_activations", "record", "arenas"):
             if getattr(runtime.options, option):
                 why = "keeps memory of its own" if option == "arenas" else "makes the host act within a step"
                 fix = "leave one of the two out, or capture regions only: cuda_graphs=True"
                 raise OptionError("cuda_graphs", f"'step' captures all of a step, and {option} {why}", fix)
-        self._runtime, self._optimizers = runtime, optimizers
+        self._runtime, self._optimizers, self._options = runtime, optimizers, options
         self._stream = new_stream(runtime.communicator.device)
         self._rates: dict[int, tuple[torch.Tensor, float]] = {}
         """By the number of a group: its learning rate on the device, and the value there."""
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
         """By program and sizes, the one used last at the end."""
-        self._pool: Any = None
-        """Memory of all graphs: none reads what another one has computed."""
+        self._captures = 0
+        self._current_graph: Any = None
+        """The graph that is being captured."""
+        self._captured: Any = None
+        """The graph captured last. Its pool is that of all: none reads what another one has computed. Keep it alive:
+        torch frees the pool of graphs that are gone, and asserts where it is used again."""
         self._states: list[tuple[list[Any], dict[Any, Any]]] = []
         """The state of the optimizers when a capture began: what is in it, and a copy."""
         self._stack = contextlib.ExitStack()
@@ -128,8 +167,8 @@ class StepGraphs:
         """True if the current step is a replay: there is nothing to do after its forward."""
         return self._action is StepAction.REPLAY
 
-    def run(self, step: Callable[[], Any]) -> Any:
-        """Run `step`, whose forward is a program from `within`; returns its results: tensors, dicts of them, or None.
+    def run(self, step: Callable[[], StepResults]) -> StepResults:
+        """Run `step`, whose forward is a program from `within`.
 
         Raises:
             CaptureError: something in it cannot be captured.
@@ -142,72 +181,66 @@ class StepGraphs:
                 raise OptimizerError(type(optimizer).__name__, "has a step hook, which a graph would not call", fix)
         here, self._current, self._action = current_stream(self._stream.device), None, StepAction.RUN
         self._stream.wait_stream(here)
-        with self._runtime.random_numbers(), on_stream(self._stream):
-            results = self._in_graph(step)
-        here.wait_stream(self._stream)
-        return results
+        try:
+            with self._runtime.random_numbers(), on_stream(self._stream):
+                return self._in_graph(step)
+        finally:
+            here.wait_stream(self._stream)
 
-    def _in_graph(self, step: Callable[[], Any]) -> Any:
+    def _in_graph(self, step: Callable[[], StepResults]) -> StepResults:
         try:
             with contextlib.ExitStack() as self._stack:
-                results = step()
-        except Exception as error:
+                loss, metrics, norm = step()
+        except BaseException as error:
             if self._action is StepAction.CAPTURE:
-                self._refuse(error)
+                self._abandon()
+                if isinstance(error, Exception):
+                    self._refuse(error)
             raise
         graph = self._current
         if graph is None:
-            return results
+            return loss, metrics, norm
         if self._action is StepAction.RUN:
             graph.runs += 1
-            return results
+            return loss, metrics, norm
         if self._action is StepAction.CAPTURE:
-            self._finish(graph, results)
-        return graph.copied()
+            static = loss, metrics, norm
+            self._finish(graph, norm)
+            loss, metrics, norm = tree_map_only(torch.Tensor, torch.clone, static)
+        elif graph.norm is not None:
+            norm = graph.norm.clone()
+        return loss, metrics, norm
 
-    def within(self, program: Callable[..., Any], fixed: Sequence[bool]) -> Callable[..., Any]:
-        """The callable for `program`, the forward of the step.
-
-        `fixed`: which of its arguments are parameters and buffers, which a graph reads where they are.
-        """
-        kept = [index for index, is_fixed in enumerate(fixed) if is_fixed]
-        batch = [index for index, is_fixed in enumerate(fixed) if not is_fixed]
+    def within(self, program: Callable[..., Any], inputs: Inputs) -> Callable[..., Any]:
+        """The callable for `program`, the forward of the step."""
         weak = weakref.ref(self)  # torch keeps the callable until `torch.compiler.reset()`
 
         def call(*args: Any) -> Any:
             alive = weak()
             assert alive is not None, "a step is alive while it runs"
-            given = [args[index] for index in batch]
-            given = [one.item() if isinstance(one, torch.Tensor) and _is_number(one) else one for one in given]
-            tensors = {index: one for index, one in zip(batch, given, strict=True) if isinstance(one, torch.Tensor)}
-            sizes = [(one.shape, one.stride()) if isinstance(one, torch.Tensor) else one for one in given]
-            return alive._forward((call, *sizes), program, args, [args[index] for index in kept], tensors)
+            numbers = [
+                one.item() if isinstance(one, torch.Tensor) else one for one in [args[at] for at in inputs.numbers]
+            ]
+            sizes = [(args[at].shape, args[at].stride()) for at in inputs.batch]
+            return alive._forward((call, *numbers, *sizes), program, args, inputs)
 
         return call
 
-    def _forward(
-        self,
-        key: tuple[Any, ...],
-        program: Callable[..., Any],
-        args: Sequence[Any],
-        fixed: list[Any],
-        batch: Mapping[int, torch.Tensor],
-    ) -> Any:
-        """Call the program, or replay all of the step.
-
-        `fixed`: parameters and buffers among `args`; `batch`: the other tensors, by index.
-        """
+    def _forward(self, key: tuple[Any, ...], program: Callable[..., Any], args: Sequence[Any], inputs: Inputs) -> Any:
+        """Call the program, or replay all of the step."""
         graph, settings = self._graph(key), self._settings()
-        self._current, self._action = graph, self._agreed(graph, self._held(fixed), settings)
+        batch, held = [args[at] for at in inputs.batch], self._held([args[at] for at in inputs.fixed])
+        self._current, self._action = graph, self._agreed(graph, held, settings)
         if self._action is StepAction.REPLAY:
-            self._replay(graph, [*batch.values()])
-            return graph.outputs
+            return self._replay(graph, batch)
         self._stack.enter_context(self._on_device(checked=graph.runs + 1 == RUNS))
         if self._action is StepAction.RUN:
-            return _run_checked(program, args, [*batch.values()])
-        graph.held, graph.settings = self._held(fixed), settings
-        inputs = dict(zip(batch, self._begin(graph, [*batch.values()]), strict=True))
-        graph.outputs = program(*[inputs.get(index, arg) for index, arg in enumerate(args)])
+            self._stack.enter_context(_host_draws_refused(checked=graph.runs + 1 == RUNS))
+            return _run_checked(program, args, batch)
+        held = self._held([args[at] for at in inputs.fixed])  # with step counts that have come to the device
+        graph.held, graph.addresses, graph.settings = held, _addresses(held), settings
+        moved = dict(zip(inputs.batch, self._begin(graph, batch), strict=True))
+        graph.outputs = program(*[moved.get(at, arg) for at, arg in enumerate(args)])
         return graph.outputs
 
     def _graph(self, key: tuple[Any, ...]) -> _Graph:
@@ -224,29 +257,44 @@ class StepGraphs:
     # -- what a graph depends on ----------------------------------------------------------------------------------
 
     def _held(self, fixed: Sequence[Any]) -> list[Any]:
-        """All tensors that a graph reads and writes where they are; `fixed`: those that the program is given."""
+        """What a graph reads and writes where it is; `fixed`: arguments of the program."""
         states = [one for optimizer in self._optimizers for one in contents(optimizer.state)]
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        return [*fixed, *states, *[param for group in groups for param in group["params"]]]
+        units = self._runtime.shards
+        shards = [units[unit].parameters[name] for unit in units for name in units[unit].parameters]
+        return [*fixed, *states, *shards, *[param for group in groups for param in group["params"]]]
 
-    def _settings(self) -> list[dict[str, Any]]:
-        """The optimizers' settings by group, without what is on the device."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        own = [_own(group) for group in groups]
-        pairs = zip(groups, own, strict=True)
-        return [{key: value for key, value in group.items() if key not in keys} for group, keys in pairs]
+    def _settings(self) -> list[Any]:
+        """What is captured by value: settings and attributes of optimizers, and options."""
+        settings: list[Any] = [self._options()]
+        for optimizer in self._optimizers:
+            held = vars(optimizer)
+            settings.append({name: held[name] for name in held if held[name].__class__ in _NUMBERS})
+            for group in optimizer.param_groups:
+                own = _own(group)
+                kept = {key: group[key] for key in group if key not in own}
+                changing = [key for key in kept if kept[key].__class__ in (torch.Tensor, list)]
+                settings += [len(group["params"]), kept | {key: _value(kept[key]) for key in changing}]
+        return settings
 
-    def _agreed(self, graph: _Graph, held: list[Any], settings: list[dict[str, Any]]) -> StepAction:
-        """What to do in this step. Collective."""
+    def _agreed(self, graph: _Graph, held: list[Any], settings: list[Any]) -> StepAction:
+        """What to do in this step. Collective.
+
+        NCCL wants a collective to be captured by all ranks at once, and replayed by graphs of the same capture.
+        """
         wanted = StepAction.REPLAY
         if graph.runs < RUNS:
             wanted = StepAction.RUN
-        elif graph.replay is None or not (are_same(graph.held, held) and _are_equal(graph.settings, settings)):
+        elif graph.replay is None or not (
+            are_same(graph.held, held) and graph.addresses == _addresses(held) and _are_equal(graph.settings, settings)
+        ):
             wanted = StepAction.CAPTURE
         lockstep = self._runtime.lockstep
-        call = lockstep.enter(RunKind.STEP, "0", [wanted])
+        call = lockstep.enter(RunKind.STEP, "0", [wanted], graph.number)
         lockstep.check()
-        return StepAction.RUN if StepAction.RUN in call.marks else wanted
+        least = StepAction(min(call.marks))
+        is_one_capture = least is not StepAction.REPLAY or len(call.variants) == 1
+        return least if is_one_capture else StepAction.CAPTURE
 
     @contextlib.contextmanager
     def _on_device(self, *, checked: bool) -> Iterator[None]:
@@ -284,71 +332,82 @@ class StepGraphs:
                 continue
             known, rate = self._rates.get(number), float(group["lr"])
             if known is None:
-                made = torch.full((), rate, device=self._stream.device)
+                made = torch.full((), rate, dtype=torch.float32, device=self._stream.device)
                 self._rates[number] = made, rate
             elif known[1] != rate:
                 self._rates[number] = known[0].fill_(rate), rate
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, graph: _Graph, batch: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _begin(self, graph: _Graph, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Begin the capture of a step; returns where it reads the batch."""
         runtime = self._runtime
         _drop_copies(runtime)  # all that the graph reads is gathered in it
-        graph.replay = None
-        graph.inputs = [
-            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device) for one in batch
-        ]
-        copy_all(graph.inputs, batch)
+        bases = [base.new_empty_strided(base.shape, base.stride()) for base in map(_base, batch)]
+        graph.replay, graph.inputs = None, bases
         graph.steps = runtime.freshness.steps, runtime.freshness.idle
         self._states = [(contents(one.state), _copied(one.state)) for one in self._optimizers]
+        _copy(bases, batch)
         self._stack.enter_context(runtime.lockstep.unreported())
-        made = self._stack.enter_context(captured(self._stream, self._pool))
-        graph.replay, self._pool = made.replay, made.pool()
-        return graph.inputs
+        pool = None if self._captured is None else self._captured.pool()
+        self._current_graph = self._stack.enter_context(captured(self._stream, pool))
+        return [base.expand(one.shape) for base, one in zip(bases, batch, strict=True)]
 
-    def _finish(self, graph: _Graph, results: Any) -> None:
-        """The capture has ended: make the step itself.
+    def _finish(self, graph: _Graph, norm: torch.Tensor | None) -> None:
+        """The capture has ended: make the step itself, once all ranks have come here.
 
         Raises:
             OptimizerError: an optimizer has put other tensors into its state, which replays would not.
+            AgreementError: another rank could not capture its step.
         """
         for optimizer, (before, state) in zip(self._optimizers, self._states, strict=True):
             if not are_same(contents(optimizer.state), before):
                 optimizer.state.clear()
                 optimizer.state.update(state)
-                graph.replay = None
+                self._abandon()
                 problem = "puts other tensors into its state, which a replay of a graph would not"
                 raise OptimizerError(type(optimizer).__name__, problem, _OTHER_OPTIMIZER)
         freshness, (steps, idle) = self._runtime.freshness, graph.steps
         graph.steps = freshness.steps - steps, freshness.idle - idle
-        # Others may be buffers, which the model's code is to find as they are.
-        graph.outputs = tree_map_only(
-            torch.Tensor, lambda one: one.detach() if one.requires_grad else one, graph.outputs
-        )
-        graph.results = results
         _drop_copies(self._runtime)  # in memory that replays overwrite
-        assert graph.replay is not None, "it is captured"
-        graph.replay()
+        self._runtime.lockstep.enter(RunKind.STEP, "0")
+        self._runtime.lockstep.check()
+        self._captured, self._captures = self._current_graph, self._captures + 1
+        graph.replay, graph.number, graph.norm = self._captured.replay, self._captures, norm
+        made, held = graph.outputs, {*map(id, graph.held)}
+        graph.copied = [isinstance(one, torch.Tensor) and id(one) not in held for one in made]
+        graph.outputs = [one.detach() if is_made else one for one, is_made in zip(made, graph.copied, strict=True)]
+        self._launch(graph)
+        for one in itertools.compress(made, graph.copied):  # the model's code may have stored it
+            one.data = one.data.clone()
 
-    def _replay(self, graph: _Graph, batch: list[torch.Tensor]) -> None:
-        assert graph.replay is not None, "it is captured"
+    def _replay(self, graph: _Graph, batch: Sequence[torch.Tensor]) -> Any:
+        """Replay the step; returns the results of its forward, in memory that other replays do not overwrite."""
         self._update_rates()
-        copy_all(graph.inputs, batch)
-        graph.replay()
-        _drop_copies(self._runtime)  # as ranks do that capture the step
+        _copy(graph.inputs, batch)
+        self._launch(graph)
         self._runtime.freshness.steps += graph.steps[0]
         self._runtime.freshness.idle += graph.steps[1]
+        return [one.clone() if is_made else one for one, is_made in zip(graph.outputs, graph.copied, strict=True)]
 
-    def _refuse(self, error: BaseException) -> NoReturn:
-        """Raise CaptureError for what stopped a capture, which has run nothing."""
+    def _launch(self, graph: _Graph) -> None:
+        assert graph.replay is not None, "it is captured"
+        graph.replay()
+        self._runtime.communicator.collectives.passed()
+
+    def _abandon(self) -> None:
+        """Forget the capture of the current step, which has run nothing."""
         assert self._current is not None, "a step is captured"
-        self._current.replay = None
+        self._current.replay, self._current.number = None, 0
+        self._captured = None  # before torch 2.12.1 a pool cannot be used again after a capture that has failed
         _drop_copies(self._runtime)
         with no_torch_function():
             for shards in self._runtime.shards.values():
                 for parameter in shards.parameters.values():
                     parameter.grad = None
+
+    def _refuse(self, error: BaseException) -> NoReturn:
+        """Raise CaptureError for what stopped a capture."""
         while error.__context__ is not None:  # the end of a capture that has failed raises again
             error = error.__context__
         fix = "change that line, or leave it out: cuda_graphs=True captures the regions between communications"
@@ -361,17 +420,21 @@ class StepGraphs:
 
 
 _OTHER_OPTIMIZER = "choose an optimizer with the option capturable, or leave cuda_graphs='step' out"
+_NUMBERS = (int, float)
 
 
 def _run_checked(program: Callable[..., Any], args: Sequence[Any], batch: Sequence[torch.Tensor]) -> Any:
     """Run the forward line by line.
 
     Raises:
-        CaptureError: a tensor of the batch is on the host, or is written to.
+        CaptureError: a tensor of the batch is on the host, requires a gradient, or is written to.
     """
     for tensor in batch:
         if not is_gpu(tensor.device):
             problem, fix = f"is on {tensor.device}, from where a graph does not read it", "move it to the GPU first"
+            raise CaptureError(f"a tensor {list(tensor.shape)} of the batch", problem, fix)
+        if tensor.requires_grad:
+            problem, fix = "requires a gradient, which a graph would not give to it", "detach it"
             raise CaptureError(f"a tensor {list(tensor.shape)} of the batch", problem, fix)
     versions = [version_of(tensor) for tensor in batch]
     result = program(*args)
@@ -382,9 +445,38 @@ def _run_checked(program: Callable[..., Any], args: Sequence[Any], batch: Sequen
     return result
 
 
-def _is_number(tensor: torch.Tensor) -> bool:
-    """True for a number of the model's code that torch.compile passes as a tensor; a kernel gets its value."""
-    return not tensor.ndim and is_host(tensor.device)
+@contextlib.contextmanager
+def _host_draws_refused(*, checked: bool) -> Iterator[None]:
+    """Refuse a step that draws random numbers on the host, which replays would not.
+
+    Raises:
+        CaptureError: it has drawn some.
+    """
+    before = torch.default_generator.get_state() if checked else None
+    yield
+    if before is not None and not torch.equal(before, torch.default_generator.get_state()):
+        problem, fix = "draws random numbers on the host, and a graph would keep the first", "draw them on the GPU"
+        raise CaptureError("the train step", problem, fix)
+
+
+def _addresses(held: Sequence[Any]) -> list[int]:
+    """Where the tensors lie: `.data = value` moves one that stays the same object."""
+    tensors = local_values([*itertools.compress(held, map(isinstance, held, itertools.repeat(torch.Tensor)))])
+    with no_torch_function():
+        return [*map(torch.Tensor.data_ptr, tensors)]
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that others repeat, as in an expanded one."""
+    if 0 not in tensor.stride():
+        return tensor
+    sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(sizes, tensor.stride())
+
+
+def _copy(bases: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        copy_all(bases, [_base(one) for one in batch])
 
 
 def _drop_copies(runtime: ModelRuntime) -> None:
@@ -399,6 +491,13 @@ def _own(group: Mapping[str, Any]) -> Sequence[str]:
         return ("params",)
     on_device = isinstance(group["lr"], torch.Tensor) and is_gpu(group["lr"].device)
     return ("params", "capturable") if on_device else ("params", "capturable", "lr")
+
+
+def _value(setting: Any) -> Any:
+    """A setting that may change in place, by value; a tensor on the device, which a graph reads, stays one."""
+    if isinstance(setting, list):
+        return tuple(setting)
+    return setting.tolist() if is_host(setting.device) else setting
 
 
 def _are_equal(some: object, others: object) -> bool:
@@ -433,7 +532,7 @@ def _values(optimizer: Optimizer) -> dict[str, Any]:
     for name, value in places.items():
         if isinstance(value, torch.Tensor):
             found[name] = value.tolist() if type(value) is torch.Tensor and is_host(value.device) else id(value)
-        elif isinstance(value, int | float):
+        elif value.__class__ in _NUMBERS:
             found[name] = value
     return found
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.optim.optimizer import _foreach_supported_types as optimizer_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as clipping_foreach_types
 
@@ -49,8 +49,10 @@ def has_step_pre_hooks(optimizer: Optimizer) -> bool:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """True if the optimizer has hooks of its own before or after its step."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """True if there are hooks before or after the optimizer's step, or any's, that are not zcompile's."""
+    of_all = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own) or not all(hook.__module__.startswith("zcompile.") for hook in of_all)
 
 
 def steps_of_scale(scaler: torch.amp.GradScaler) -> torch.Tensor:

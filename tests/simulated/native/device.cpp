@@ -278,26 +278,39 @@ c10::impl::DeviceGuardImplRegistrar registered_guard(DeviceType::CUDA, &guard);
 
 // -- random numbers ----------------------------------------------------------------------------------------------------
 
-// Seed and offset, as CUDA's generators have; an operation that draws moves the offset on.
+// Seed and offset, as CUDA's generators have; an operation that draws moves the offset on. A capture lets nobody read or
+// set them.
 struct Generator final : c10::GeneratorImpl {
   Generator() : c10::GeneratorImpl(DEVICE, c10::DispatchKeySet(c10::DispatchKey::CUDA)) {}
   void set_current_seed(uint64_t seed) override {
+    refuse_device();
     seed_ = seed;
     offset_ = 0;
   }
-  void set_offset(uint64_t offset) override { offset_ = offset; }
-  uint64_t get_offset() const override { return offset_; }
-  uint64_t current_seed() const override { return seed_; }
+  void set_offset(uint64_t offset) override {
+    refuse_device();
+    offset_ = offset;
+  }
+  uint64_t get_offset() const override {
+    refuse_device();
+    return offset_;
+  }
+  uint64_t current_seed() const override {
+    refuse_device();
+    return seed_;
+  }
   uint64_t seed() override {
     set_current_seed(c10::detail::getNonDeterministicRandom(true));
     return seed_;
   }
   void set_state(const c10::TensorImpl& state) override {
+    refuse_device();
     TORCH_CHECK(state.numel() == 16, "a state is 16 bytes");
     std::memcpy(&seed_, state.data(), 8);
     std::memcpy(&offset_, static_cast<const char*>(state.data()) + 8, 8);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    refuse_device();
     // Past the dispatcher, as CUDA's own: whoever traces gets a state and not a picture of one.
     Tensor state = at::detail::empty_cpu({16}, at::kByte, std::nullopt, std::nullopt, std::nullopt, std::nullopt);
     std::memcpy(state.data_ptr(), &seed_, 8);

@@ -197,6 +197,13 @@ void simulated_pool_end() {
   pool_of_thread = 0;
 }
 
+// Graphs of a pool, and threads that allocate from it.
+int64_t simulated_pool_uses(int64_t pool) {
+  LOCKED;
+  auto found = pools.find(pool);
+  return found == pools.end() ? 0 : found->second.uses;
+}
+
 void simulated_pool_release(int64_t pool) {
   leave(pool);
 }
