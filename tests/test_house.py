@@ -90,7 +90,7 @@ LINES = {
     "runtime": 8_780,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 49_520
+MOST_LINES = 49_600
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

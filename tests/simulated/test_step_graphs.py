@@ -6,6 +6,7 @@ import gc
 import itertools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from tests.models import batch, make
 from tests.ranks import Ranks
 from tests.simulated.test_graphs import Drawing, values
 from tests.test_checkpointing import Dropping
-from zcompile import CaptureError, OptimizerError, OptionError, ParameterError
+from zcompile import CaptureError, OptimizerError, OptionError, ParameterError, ZcompileError
 from zcompile.torch_internals.pytree import tree_leaves
 
 STEPS = 7
@@ -359,6 +360,24 @@ def test_what_a_graph_cannot_do_is_refused(gpus: Ranks) -> None:
     assert "fewer shapes: each keeps a graph" in texts["memory"]
     assert "cannot be captured as one CUDA graph: operation not permitted" in texts["waits"]
     assert "line" in texts["waits"]
+
+
+def short_of_memory(rank: int) -> str:
+    """What each rank says where the second one has no memory to capture its step."""
+    training = Training(rank, True)
+    for number in range(2):
+        plainly(training, number)
+    failing: Any = mock.patch("zcompile.engine.step_graphs.captured", side_effect=torch.OutOfMemoryError("no 2 GiB"))
+    with failing if rank else nullcontext(), pytest.raises(ZcompileError) as raised:
+        plainly(training, 2)
+    return str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_that_cannot_capture_leaves_none_waiting(gpus: Ranks) -> None:
+    first, second = gpus.run(2, short_of_memory, timeout=100)
+    assert "no 2 GiB" in second
+    assert "rank 1" in first
 
 
 def test_a_graph_needs_a_gpu(without_group: None) -> None:
