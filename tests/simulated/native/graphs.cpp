@@ -197,11 +197,11 @@ void simulated_pool_end() {
   pool_of_thread = 0;
 }
 
-// Graphs of a pool, and threads that allocate from it.
+// Graphs of a pool, and threads that allocate from it; -1 of one that is not there yet.
 int64_t simulated_pool_uses(int64_t pool) {
   LOCKED;
   auto found = pools.find(pool);
-  return found == pools.end() ? 0 : found->second.uses;
+  return found == pools.end() ? -1 : found->second.uses;
 }
 
 void simulated_pool_release(int64_t pool) {
