@@ -104,6 +104,27 @@ def test_cuda_graphs_give_the_same_numbers(stage: int, backend: str) -> None:
         agree(ours, theirs, backend)
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(("stage", "how"), [(0, "fused"), (1, "capturable"), (3, "capturable"), (3, "fused")])
+def test_a_step_as_one_graph_gives_the_same_numbers(stage: int, how: str, backend: str) -> None:
+    """The learning rate is a power of two: in the graph it is a float32 number."""
+    found = []
+    for graphs in (False, "step"):
+        model = on_gpu("gpt")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2**-10, eps=EPS, **{how: True})
+        clip = 0.5 if stage == 1 else None
+        options: dict[str, Any] = {"stage": stage, "backend": backend, "cuda_graphs": graphs}
+        whole = zcompile.train_step(model, None, optimizer, clip_grad_norm=clip, **options)
+        kept = []
+        for step in range(8):
+            optimizer.param_groups[0]["lr"] = 2 ** -(9 + step // 2)
+            kept.append(whole(*gpu_batch("gpt", step)))
+        found.append([*kept, *(full(param).detach() for param in whole.model.parameters())])
+        dist.destroy_process_group()
+    for ours, theirs in zip(*found, strict=True):
+        agree(ours, theirs, backend)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_broken_graphs_and_micro_batches(stage: int) -> None:
