@@ -111,11 +111,8 @@ def train_step(
         scaler = check_scaler(grad_scaler, given.get("dtype"))
         settings = replace(settings, clip_grad_norm=clip_grad_norm, grad_scaler=scaler)
         offload = _parse_offload(offload_optimizer, keeps=settings.keeps_gradients)
-        if given.get("cuda_graphs") == "step" and (pipelined or offload is not None):
-            problem = "'step' captures a step in which the host never waits, " + (
-                "as a pipeline does" if pipelined else "as offload_optimizer does"
-            )
-            raise OptionError("cuda_graphs", problem, "leave one of the two out, or give cuda_graphs=True")
+        if given.get("cuda_graphs") == "step":
+            _check_whole({**given, "offload_optimizer": offload, "schedule": pipelined})
         settings = replace(settings, offload_optimizer=offload)
         _check_offloads(model, given, settings)
     trained = Training(model, loss_fn, optimizers)
@@ -136,6 +133,15 @@ def _plain_step(trained: Training, settings: StepOptions, options: dict[str, Any
         raise OptionError("ignore", problem, "train with zcompile.compile and a loop")
     model._engine.runtime.keep_states(settings.offload_optimizer, updater)
     return TrainStep(replace(trained, model=model), settings, updater)
+
+
+def _check_whole(given: Mapping[str, Any]) -> None:
+    """Raise OptionError for options with which a step cannot be captured as one graph."""
+    acting = ("offload_parameters", "offload_activations", "offload_optimizer", "record", "schedule")
+    for option in filter(given.get, (*acting, "arenas")):
+        why = "makes the host act within a step" if option in acting else "keeps memory of its own"
+        fix = "leave one of the two out, or capture regions only: cuda_graphs=True"
+        raise OptionError("cuda_graphs", f"'step' captures all of a step, and {option} {why}", fix)
 
 
 def _check_settings(model: nn.Module, settings: StepOptions, clip_grad_norm: float | None, *, pipelined: bool) -> None:

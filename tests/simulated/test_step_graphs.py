@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -79,7 +80,8 @@ class Training:
         if options.pop("scaled", False):
             options["grad_scaler"] = torch.amp.GradScaler("cuda", init_scale=2.0**18, growth_interval=2)
         if sizes := options.pop("mesh", None):
-            options["mesh"] = init_device_mesh("cuda", sizes, mesh_dim_names=("replicate", "shard"))
+            names = options.pop("names", ("replicate", "shard"))
+            options["mesh"] = init_device_mesh("cuda", sizes, mesh_dim_names=names)
         options |= {"backend": "eager", "cuda_graphs": "step" if graphs else False}
         self.step = zcompile.train_step(self.model, loss_fn, self.optimizer, **options)
         fragment = self.step._fragment
@@ -264,6 +266,14 @@ def test_a_step_is_one_launch_and_few_calls(gpus: Ranks) -> None:
     assert calls <= 400, calls  # 90 of them are guards of torch.compile
 
 
+WITHOUT = {
+    "arenas": True,
+    "record": "recording",
+    **dict.fromkeys(("offload_activations", "offload_parameters", "offload_optimizer"), "cpu"),
+}
+"""Options with which a step cannot be captured."""
+
+
 def refused(rank: int) -> dict[str, str]:
     """What each case says."""
     texts = dict[str, str]()
@@ -278,8 +288,10 @@ def refused(rank: int) -> dict[str, str]:
         for number in range(count):
             plainly(training, number)
 
-    for option in ({"arenas": True}, {"offload_activations": "cpu"}, {"offload_parameters": "cpu"}, {"record": "x"}):
-        expect(next(iter(option)), OptionError, lambda option=option: Training(rank, True, **option))  # type: ignore[misc]
+    for name, value in WITHOUT.items():
+        expect(name, OptionError, lambda name=name, value=value: Training(rank, True, **{name: value}))  # type: ignore[misc]
+    expect("schedule", OptionError, lambda: Training(rank, True, mesh=(1,), names=("pp",)))
+    assert not Path("recording").exists(), "a refusal comes before anything is done"
     expect("unknown", OptionError, lambda: zcompile.compile(make("gpt").cuda(), cuda_graphs="all"))  # type: ignore[arg-type]
     expect("adagrad", OptimizerError, lambda: steps(Training(rank, True, optimizer=torch.optim.Adagrad)))
     moving = Training(rank, True, "drawing", loss_fn=lambda model, x, y: metrics(model, x.cuda(), y.cuda()))
@@ -346,7 +358,7 @@ def test_states_of_random_numbers_are_not_captured(gpus: Ranks) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_graph_cannot_do_is_refused(gpus: Ranks) -> None:
     (texts,) = gpus.run(1, refused, timeout=300)
-    for option in ("arenas", "offload_activations", "offload_parameters", "record"):
+    for option in (*WITHOUT, "schedule"):
         assert f"'step' captures all of a step, and {option}" in texts[option]
     assert "is unknown" in texts["unknown"]
     assert "changes 'step' in the state of parameter 0 on the host" in texts["adagrad"]
@@ -384,3 +396,15 @@ def test_a_graph_needs_a_gpu(without_group: None) -> None:
     model = make("mlp")
     with pytest.raises(OptionError, match="needs a CUDA device"):
         zcompile.train_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1), cuda_graphs="step")
+
+
+def test_torch_compile_sees_no_whole_step() -> None:
+    with pytest.raises(OptionError, match="captures the optimizer"):
+        zcompile.backend(cuda_graphs="step")
+
+
+def test_nothing_is_gathered_for_a_step_of_another_launch() -> None:
+    loop, graph = (str(zcompile.pipeline(stage=3, updates=True, cuda_graphs=graphs)) for graphs in (False, "step"))
+    assert "gather_ahead" in loop
+    assert "gather_ahead" not in graph
+    assert "insert_updates" in graph

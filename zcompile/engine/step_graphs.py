@@ -34,7 +34,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zcompile.engine.model_runtime import ModelRuntime
-from zcompile.errors import CaptureError, OptimizerError, OptionError
+from zcompile.errors import CaptureError, OptimizerError
 from zcompile.runtime.device import captured, current_stream, is_gpu, is_host, new_stream, on_stream
 from zcompile.runtime.gradients.local_steps import are_same, contents
 from zcompile.runtime.lockstep import RunKind
@@ -130,19 +130,11 @@ class StepGraphs:
         runtime: That of the model.
         optimizers: Those that it steps.
         options: Returns what else the step depends on, compared by value.
-
-    Raises:
-        OptionError: an option makes the host wait within a step, or keeps memory that a graph cannot share.
     """
 
     def __init__(
         self, runtime: ModelRuntime, optimizers: Sequence[Optimizer], options: Callable[[], tuple[Any, ...]]
     ) -> None:
-        for option in ("offload_parameters", "offload_activations", "record", "arenas"):
-            if getattr(runtime.options, option):
-                why = "keeps memory of its own" if option == "arenas" else "makes the host act within a step"
-                fix = "leave one of the two out, or capture regions only: cuda_graphs=True"
-                raise OptionError("cuda_graphs", f"'step' captures all of a step, and {option} {why}", fix)
         self._runtime, self._optimizers, self._options = runtime, optimizers, options
         self._stream = new_stream(runtime.communicator.device)
         self._rates: dict[int, tuple[torch.Tensor, float]] = {}

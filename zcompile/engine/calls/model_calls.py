@@ -49,7 +49,8 @@ class ModelCall:
 
         `given`: the graph's arguments, which may depend on other graphs.
         """
-        for node in _compiled_nodes(ends, _nodes_of(given)) if (ends := _nodes_of(result)) else ():
+        ends = _nodes_of(result)
+        for node in _compiled_nodes(ends, _nodes_of(given)) if ends else ():
             kinds = kinds_left_undefined(node, self.delivery.results)
             node.register_prehook(_Check(self, _accumulator(node), kinds).before)
             mark(node)
