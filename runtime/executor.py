@@ -19,7 +19,7 @@ from zcompile.runtime.async_work import AsyncWork
 from zcompile.runtime.device import current_stream, stream_number
 from zcompile.runtime.groups import AxisCommunicator
 from zcompile.runtime.low_precision import decode_shards
-from zcompile.runtime.messages import flattened, joined, pack, piece_inside, sent_in_place, unpack
+from zcompile.runtime.messages import joined, pack, piece_inside, sent_in_place, unpack
 from zcompile.runtime.offloaded_activations import Arrival, OffloadedActivations
 from zcompile.runtime.shards import Full, Secondary, UnitShards
 from zcompile.runtime.stage_links import Receiving, Sending, receive, send
@@ -44,10 +44,11 @@ class BoundUnit:
         """The full copy of these parameters that stages 1 and 2 keep, if there is one; it may be stale."""
         return self.shards.kept.get(self.unit.names)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """A whole parameter, for regions of a program that gathers nothing (stage 0)."""
-        parameter = self.shards.parameters[self.unit.names[index]]
-        return parameter.detach() if parameter.__class__ is nn.Parameter else local_tensor(parameter)
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The whole parameters, for regions of a program that gathers nothing (stage 0)."""
+        found = [self.shards.parameters[name] for name in self.unit.names]
+        return [one.detach() if one.__class__ is nn.Parameter else local_tensor(one) for one in found]
 
 
 @dataclass
@@ -63,8 +64,8 @@ class Gather:
     """Of a gather for a later step: what this rank has sent, so that the step can check whether it is still current."""
     writes: int = 0
     """`UnitShards.writes()` when it was started."""
-    stream: int = 0
-    """The stream on which it was started, to which the allocator returns its memory."""
+    stream: int | None = None
+    """Of such a gather: the stream on which it was started, to which the allocator returns its memory."""
 
     def wait(self) -> Full:
         """The full parameters, contiguous, in the unit's order."""
@@ -72,7 +73,7 @@ class Gather:
             return self.done
         unit, shards = self.bound.unit, self.bound.shards
         ranks = shards.communicator.inside
-        if stream_number(ranks.device) != self.stream:  # gathered ahead by a step on another stream
+        if self.stream is not None and stream_number(ranks.device) != self.stream:  # that step's was another
             for _, arrived, _ in self.arrivals:
                 arrived.record_stream(current_stream(arrived.device))
         tensors: list[torch.Tensor | None] = [
@@ -187,7 +188,7 @@ class InsideAverages:
                 found |= zip([param.name for param in message.params], rows, strict=True)
             else:
                 for param, part, shape in message.parts(rank if scattered else None):
-                    found[param.name] = arrived[part].view(shape)
+                    found[param.name] = arrived if arrived.shape == shape else arrived[part].view(shape)
         return found
 
     def cast(self) -> None:
@@ -359,7 +360,7 @@ def _start(
     arrivals += _whole(bound)
     sent_by_message = list(zip(messages, sent, strict=True)) if copies else []
     writes = shards.writes() if keep or copies else 0
-    stream = stream_number(communicator.device)
+    stream = stream_number(communicator.device) if copies else None
     return Gather(bound, arrivals, keep, places, sent=sent_by_message, writes=writes, stream=stream)
 
 
@@ -582,8 +583,9 @@ def _reduce(
     arrivals: Arrivals = []
     names = tuple([param.name for param, grad in zip(params, grads, strict=True) if grad is not None])
     messages, coalesced = bound.unit.sent(names, dtype, packed=shards > 1), []
-    if whole.size == 1 and dtype is None:  # nothing is sent, so nothing is packed or cast
-        arrivals = [(message, flattened(grads[message.places[0]]), None) for message in messages]
+    if whole.size == 1 and dtype is None:  # nothing is sent, so nothing is packed, flattened or cast
+        own_grads: Sequence[Any] = grads
+        arrivals = [(message, own_grads[message.places[0]].contiguous(), None) for message in messages]
         messages = ()
     for message in messages:
         cast = dtype if message.params[0].reduction_dtype is dtype else None

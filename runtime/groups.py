@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,12 +79,12 @@ class Communicator(AxisCommunicator):
         self.parts: int = layout.parts
         """Number of primary shards in a secondary one; 1 if there are none."""
 
-    @property
+    @cached_property
     def inside(self) -> AxisCommunicator:
         """The ranks among which parameters are gathered."""
         return self.axes[0]
 
-    @property
+    @cached_property
     def outside(self) -> list[AxisCommunicator]:
         """The ranks of the outer axes, the nearest first."""
         return self._parts[1:]
@@ -92,7 +93,7 @@ class Communicator(AxisCommunicator):
         """Those of the outer axis of that name."""
         return next(part for part in self.outside if part.axis == axis)
 
-    @property
+    @cached_property
     def dividing(self) -> AxisCommunicator:
         """The ranks among which stored parameters are divided."""
         return self if self.parts > 1 else self.inside
@@ -131,7 +132,7 @@ class Communicator(AxisCommunicator):
         for part in (self, *self._parts):
             part.collectives.order_all()
 
-    @property
+    @cached_property
     def axes(self) -> list[AxisCommunicator]:
         """The groups along each axis: that which shards, then those outside."""
         return self._parts or [self]

@@ -85,12 +85,12 @@ LINES = {
     "zcompile/schedule": 1_500,
     "zcompile/state": 1_660,
     "zcompile/tools": 4_650,
-    "zcompile/torch_internals": 1_430,
+    "zcompile/torch_internals": 1_470,
     "passes": 4_160,
     "runtime": 8_780,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 49_600
+MOST_LINES = 49_650
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,3 +129,42 @@ def test_what_inductor_compiles_takes_a_list_and_empties_it() -> None:
     assert torch.equal(run(box)[0], torch.ones(2).sin())
     assert box == []
     assert getattr(run, "__name__", "") != "<lambda>"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "is_direct"),
+    [
+        (lambda x, y: (x.sin(), (x + y).t()), True),
+        (lambda x, y: (x.sin(), x.t()), False),
+        (lambda x, y: (x.sin(), x.split(1)[1]), False),
+        (lambda x, y: (y.add_(x).cos(), y), False),
+    ],
+    ids=["plain", "view", "split", "write"],
+)
+def test_functions_of_torch_around_a_plain_region_are_skipped(function: Callable[..., Any], is_direct: bool) -> None:
+    """What they do for other regions is still done: a view of an argument has its version counter, a write arrives."""
+    graph = make_fx(function, tracing_mode="fake")(torch.ones(2, 2), torch.ones(2, 2))
+    run = compile_with_inductor(graph, [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")])
+    called = set[str]()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call":
+            called.add(frame.f_code.co_filename)
+
+    for number in range(2):
+        given, wanted = ([torch.full((2, 2), 3.0), torch.full((2, 2), 4.0)] for _ in range(2))
+        called.clear()
+        sys.setprofile(note)
+        try:
+            with torch.no_grad():
+                results = run([*given])
+        finally:
+            sys.setprofile(None)
+        for one, want in zip((*results, *given), (*function(*wanted), *wanted), strict=True):
+            assert torch.allclose(one, want)
+        if function(*wanted)[1]._base is wanted[0]:
+            given[0].add_(1)
+            assert results[1]._version == given[0]._version
+        passed = any("runtime_wrappers" in name for name in called)
+        assert passed == (number == 0 or not is_direct)

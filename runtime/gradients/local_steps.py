@@ -48,8 +48,9 @@ class LocalSteps:
         Raises:
             OptimizerError: on every rank: it cannot step sharded parameters, or would step them differently.
         """
-        held = [param for param in parameters_held(optimizer) if isinstance(param, DTensor)]
-        return self._steps_rows(optimizer) or any(owner_of(param) is not None for param in held)
+        params = parameters_held(optimizer)
+        sharded = itertools.compress(params, map(isinstance, params, itertools.repeat(DTensor)))
+        return self._steps_rows(optimizer) or any(owner_of(param) is not None for param in sharded)
 
     def _steps_rows(self, optimizer: Optimizer) -> bool:
         if optimizer not in self._found:

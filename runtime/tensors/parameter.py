@@ -103,7 +103,8 @@ class ShardedParameter(ExplainedDTensor):
             GroupError: names the ranks that have not come, and the calling line.
             BackwardError: `torch.autograd.grad` asks for a gradient that a model's backward delivers to `.grad`.
         """
-        if func in STATE or (func == GET_GRADIENT and args[0].zcompile_owner is None) or _sets_plainly(func, args):
+        is_plain = func in STATE or (func == GET_GRADIENT and args[0].zcompile_owner is None)
+        if is_plain or (func == SET_GRADIENT and (args[1] is None or owner_of(args[0]) is owner_of(args[1]) is None)):
             with no_torch_function():
                 return func(*args)
         if func == _SET_DATA:  # a new object each time
@@ -158,11 +159,6 @@ class ShardedParameter(ExplainedDTensor):
             if held is not None:
                 explain_results(func, result, given, waits_of(held))
         return result
-
-
-def _sets_plainly(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """True for a write of a `.grad` that no rank owns, or that is dropped."""
-    return func == SET_GRADIENT and (args[1] is None or owner_of(args[0]) is owner_of(args[1]) is None)
 
 
 class _Full(torch.autograd.Function):

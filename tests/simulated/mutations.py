@@ -60,8 +60,8 @@ MUTATIONS = (
     # gathers and reductions
     Mutation(EXECUTOR, "arrived.record_stream(current_stream(arrived.device))", "pass",
              ("train step, stage 3, alternating", "train step, stage 1, alternating")),
-    Mutation(EXECUTOR, "if stream_number(ranks.device) != self.stream:",
-             "if stream_number(ranks.device) == self.stream:", ("train step, stage 3, alternating",)),
+    Mutation(EXECUTOR, "and stream_number(ranks.device) != self.stream:",
+             "and stream_number(ranks.device) == self.stream:", ("train step, stage 3, alternating",)),
     Mutation(EXECUTOR, "    work.wait()\n            if is_alone", "    pass\n            if is_alone",
              ("stage 3, parameters", "one rank, parameters")),
     Mutation("runtime/recorder.py", "work.wait()\n        waited", "pass\n        waited", ("stage 3",)),

@@ -140,15 +140,27 @@ def _compile(region: Region, backend: str) -> Run:
 
 
 def _called(region: Region, run: Run) -> Callable[..., Any]:
-    takes, single = region.takes, len(region.outputs) == 1
+    taken, single = values_taken(region), len(region.outputs) == 1
 
     def call(box: list[Any]) -> Any:
-        values = [box[index] if item is None else box[index][item] for index, item in takes]
-        box.clear()
-        results = run(values)
+        results = run(taken(box))
         return results[0] if single else list(results)
 
     return call
+
+
+def values_taken(region: Region) -> Callable[[list[Any]], list[Any]]:
+    """A function of a call's arguments, in a list that it empties; returns the values of the region's placeholders."""
+    takes, units = region.takes, sorted({index for index, item in region.takes if item is not None})
+
+    def taken(box: list[Any]) -> list[Any]:
+        for unit in units:  # once for all of its parameters, as each step reads them
+            box[unit] = box[unit].tensors
+        values = [box[index] if item is None else box[index][item] for index, item in takes]
+        box.clear()
+        return values
+
+    return taken
 
 
 def _drained(values: list[Any], instead: Callable[[Blank], list[torch.Tensor]]) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile.engine.region_cache import RegionCache
+from zcompile.engine.region_cache import RegionCache, values_taken
 from zcompile.ir.region import Region
 from zcompile.torch_internals.sizes import FakeTensorMode
 
@@ -18,8 +18,7 @@ def for_any_size(region: Region, cache: RegionCache) -> Callable[[list[Any]], An
     """Make a function that compiles `region` for the sizes of its arguments in each call, and runs it."""
 
     def call(box: list[Any]) -> Any:
-        taken = [box[index] if item is None else box[index][item] for index, item in region.takes]
-        made = _specialised(region, taken)
+        made = _specialised(region, values_taken(region)([*box]))
         numbers = [one for one in made.outputs if not isinstance(one, fx.Node)]
         if not numbers:
             return cache.get(made)(box)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.output_code import OutputCode
-from torch._ops import OpOverload  # the type of call targets in an ATen graph
+from torch._inductor.output_code import CompiledFxGraph, OutputCode
+from torch._ops import HigherOrderOperator, OpOverload  # the types of call targets in an ATen graph
 
 from zcompile.torch_internals.dynamo import quiet
 
@@ -25,9 +25,10 @@ def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any
     `torch._inductor.standalone_compile` is documented, but in a private module.
     """
     compiled = _standalone(graph_module, example_inputs)
-    # The function that `_boxed_inside` skips would prepend the module's own tensors, so it is kept if there are any.
-    own = any(True for _ in itertools.chain(graph_module.parameters(), graph_module.buffers()))
-    return _boxed_inside(compiled) if not own else lambda box: compiled(*box)
+    # The functions that `_boxed_inside` skips prepend the module's own tensors, so they are kept if there are any.
+    if any(True for _ in itertools.chain(graph_module.parameters(), graph_module.buffers())):
+        return lambda box: compiled(*box)
+    return _boxed_inside(compiled, is_plain=_is_plain(graph_module.graph))
 
 
 _ARTIFACTS = "torch._inductor.standalone_compile"
@@ -60,19 +61,61 @@ def _standalone(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Call
         return standalone_compile(graph_module, example_inputs, dynamic_shapes="from_graph", options=_REGIONS)
 
 
-def _boxed_inside(compiled: Any) -> Callable[[list[Any]], Any]:
+def _boxed_inside(compiled: Any, *, is_plain: bool) -> Callable[[list[Any]], Any]:
     """The inner function of standalone_compile's result: it takes a list and frees arguments after their last use.
 
     The result itself takes positional arguments and keeps them alive. If torch's wrappers are not as expected, this
-    does the same.
+    does the same. `is_plain`: see `_is_plain`; then what is called after the first time is Inductor's own function.
     """
-    found = None
-    function = getattr(compiled, "_compiled_fn", None)
+    wrappers: list[Any] = []
+    function: Any = getattr(compiled, "_compiled_fn", None)
     while (inner := getattr(function, "__wrapped__", None)) is not None:
-        if getattr(function, "__qualname__", "") == "aot_module_simplified.<locals>.forward":
-            found = inner
+        wrappers.append(function)
         function = inner
-    return found or (lambda box: compiled(*box))
+    names = [getattr(wrapper, "__qualname__", type(wrapper).__name__) for wrapper in wrappers]
+    if _POSITIONAL not in names:
+        return lambda box: compiled(*box)
+    outside = len(names) - names[::-1].index(_POSITIONAL)
+    boxed: Callable[[list[Any]], Any] = [*wrappers, function][outside]
+    known = is_plain and _PASSING_ON.issuperset(names[outside:]) and isinstance(function, CompiledFxGraph)
+    return _direct(boxed, function) if known else boxed
+
+
+_POSITIONAL = "aot_module_simplified.<locals>.forward"
+"""AOTAutograd's function that takes positional arguments."""
+_PASSING_ON = {"_create_runtime_wrapper.<locals>.runtime_wrapper", "SerializableCompiledFunction"}
+"""AOTAutograd's functions around a graph without gradients that only pass values on if the graph is plain."""
+
+
+def _direct(boxed: Callable[[list[Any]], Any], code: CompiledFxGraph) -> Callable[[list[Any]], Any]:
+    """`boxed` in the first call, in which torch stores what it has tuned, then the generated function inside `code`.
+
+    Between them some 25 Python functions are called for each region and step, which look up gradient modes, profilers
+    and caches (torch 2.13). Programs run without gradients.
+    """
+    call: Callable[[list[Any]], Any] | None = None
+
+    def run(box: list[Any]) -> Any:
+        nonlocal call
+        if call is not None:
+            return call(box)
+        results = boxed(box)
+        call = code.current_callable
+        return results
+
+    return run
+
+
+def _is_plain(graph: fx.Graph) -> bool:
+    """True if a graph writes to nothing, and no result is an input or a view of one: AOTAutograd makes these anew."""
+    views = set(graph.find_nodes(op="placeholder"))
+    for node in [node for node in graph.nodes if node.op == "call_function"]:
+        of_operator = isinstance(node.target, OpOverload)
+        if isinstance(node.target, HigherOrderOperator) or (of_operator and node.target._schema.is_mutable):
+            return False
+        if (not of_operator or node.target.is_view) and not views.isdisjoint(node.all_input_nodes):
+            views.add(node)
+    return views.isdisjoint(graph.output_node().all_input_nodes)
 
 
 def prepare_inductor(device: torch.device) -> Callable[[], None]:
