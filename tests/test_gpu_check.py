@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.common.configurations import Sizes
+from benchmarks.common.models import make_model
 from benchmarks.common.ranks import ROOT
 from benchmarks.gpu import check as gpu_check
+from benchmarks.gpu.__main__ import parse
 from benchmarks.gpu.check import WAITS, Ended, Part, is_marked, main, parts_of, report, run, run_all
 from benchmarks.gpu.machine import Card, Machine
+from benchmarks.gpu.protocol import LARGE
 
 pytestmark = pytest.mark.slow  # of the benchmarks, which users do not run
 
@@ -22,6 +28,14 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); t
 
 def part(script: str, share: float = 1.0, skipped: str = "") -> Part:
     return Part("one", "One part", lambda _: [sys.executable, "-c", script], share, skipped)
+
+
+def parameters(command: list[str]) -> int:
+    """Of the model that a command of the benchmark measures."""
+    given = parse(command[3:])
+    sizes = {field.name: value for field in fields(Sizes) if (value := getattr(given, field.name)) is not None}
+    with torch.device("meta"):
+        return sum(one.numel() for one in make_model(replace(LARGE, **sizes), 0).parameters())
 
 
 def outcomes(found: list[Ended]) -> list[str]:
@@ -69,8 +83,9 @@ def test_an_interrupt_leaves_the_rest_out(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_several_ranks_are_for_several_gpus(tmp_path: Path) -> None:
-    *_, alone, together = parts_of(ONE, tmp_path)
+    *_, alone, small, together = parts_of(ONE, tmp_path)
     assert not alone.skipped
+    assert [round(parameters(one.command(120.0)) / 1e6) for one in (alone, small)] == [406, 124]
     assert together.skipped == "there is one GPU: several ranks over NCCL want one each"
     two = parts_of(Machine("2.13.0", "12.8", cards=(CARD, CARD)), tmp_path)
     assert not any(one.skipped for one in two)

@@ -44,6 +44,8 @@ ALONE = (
     "zcompile-3-step",
 )
 TOGETHER = ("ddp-compiled", "fsdp2-3-compiled", "zcompile-0", "zcompile-3", "zcompile-3-step")
+SMALL = ("compile", "fsdp2-3-compiled", "zcompile-3", "zcompile-3-step")
+SMALL_SIZES = ("--blocks", "12", "--width", "640", "--heads", "10")  # 124 million parameters; else 406 million
 HOST = ("processor", "cores", "kernel", "python", "measured")
 STOPPED = "interrupted"
 Outcome = Literal["passed", "FAILED", "skipped", "GAP"]
@@ -80,12 +82,14 @@ def parts_of(found: Machine, output: Path) -> tuple[Part, ...]:
     """All parts, in the order in which they matter."""
     world = len(found.cards)
     one = "there is one GPU: several ranks over NCCL want one each" if world == 1 else ""
+    smaller = partial(bench, 1, SMALL, Path(f"{output}-small"), sizes=SMALL_SIZES)
     return (
         Part("tests", "Tests marked gpu", tests, 0.35),
         Part("waits", "Steps in which the host may not wait", waits, 0.15),
         Part("ranks", "Several ranks on one GPU", ranks, 0.4),
         Part("memory", "Memory of one rank of large worlds", memory, 0.25),
-        Part("bench", "Benchmark, one rank", partial(bench, 1, ALONE, output), 1.0 if one else 0.5),
+        Part("bench", "Benchmark, one rank", partial(bench, 1, ALONE, output), 0.65 if one else 0.4),
+        Part("bench-small", "Benchmark, one rank, a smaller model", smaller, 1.0 if one else 0.4),
         Part("bench-ranks", "Benchmark, all GPUs", partial(bench, world, TOGETHER, Path(f"{output}-ranks")), 1.0, one),
     )
 
@@ -121,9 +125,9 @@ def memory(_: float) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu.memory", "--models", "7.5B", "128B"]
 
 
-def bench(ranks: int, names: Sequence[str], output: Path, seconds: float) -> list[str]:
+def bench(ranks: int, names: Sequence[str], output: Path, seconds: float, sizes: Sequence[str] = ()) -> list[str]:
     """In the one precision for which there is time."""
-    options = ["--ranks", str(ranks), "--precisions", "bf16", "--only", *names, "--output", str(output)]
+    options = ["--ranks", str(ranks), *sizes, "--precisions", "bf16", "--only", *names, "--output", str(output)]
     minutes = f"{max(0.1, seconds / 60 - 0.25):.2f}"
     return [sys.executable, "-m", "benchmarks.gpu", *options, "--minutes", minutes, "--timeout", "120"]
 
