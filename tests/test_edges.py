@@ -19,7 +19,7 @@ import zcompile
 from tests.cases import diagonal
 from tests.compare import gradients
 from tests.models import batch, make
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, on_threads
 from tests.refusals import error_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -365,6 +365,16 @@ def test_ranks_that_run_different_programs_are_told(rank: int) -> None:
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     assert message.startswith("the ranks are out of step: rank 0: run ")
     assert "rank 1: run" in message
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_threads(2)
+def test_ranks_with_different_new_programs_are_told_where_they_differ(rank: int, stage: int) -> None:
+    """Stage 0 communicates in the backward alone, and compares programs there."""
+    compiled = zcompile.compile(Chooses(), stage=stage, backend="eager", units=["experts.0", "experts.1"])
+    message = error_of(lambda: compiled(X, rank).backward(), zcompile.AgreementError)
+    assert message.startswith("the program's communications: message 1 over dp differs: rank 0: ")
+    assert all(param.grad is None for param in compiled.parameters())
 
 
 # -- through torch.compile ---------------------------------------------------------------------------------------------

@@ -114,6 +114,24 @@ def test_a_model_of_one_unit_is_served() -> None:
     assert found["linear.weight"].abs().max() > 0
 
 
+class TwoUnits(nn.Module):
+    """All parameters are in two blocks; the root has a buffer that its own code sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.register_buffer("shift", torch.zeros(3))
+
+    def init_weights(self) -> None:
+        self.shift.fill_(5)
+
+
+def test_code_around_two_units_also_runs_after_both() -> None:
+    compiled = compiled_from_meta(TwoUnits)
+    assert len(compiled._engine.runtime.layout.units) == 2
+    assert (values_of(compiled)["shift"] == 5).all()
+
+
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -21,6 +21,7 @@ from tests.ranks import Ranks
 from zcompile import GroupError, MeshForecast, ModelError, OptionError
 from zcompile.cost.divided import DividedPipeline, PipelineSetting
 from zcompile.cost.hardware import CPU, GPU, Link, load_profile
+from zcompile.cost.held_bytes import most_held
 from zcompile.cost.memory import model_state, peak_bytes
 from zcompile.cost.pipeline_forecast import forecast, least_seconds, state_bytes
 from zcompile.cost.pipeline_forecast import peak_bytes as forecast_bytes
@@ -110,6 +111,7 @@ CASES: list[Case] = [
     ("llama", "interleaved1f1b", 2, 4, 3, True, 4),
     ("tied", "interleavedzerobubble", 2, 3, 2, False, 2),
 ]
+WEIGHTS_APART: Case = ("llama", "interleavedzerobubble", 3, 6, 0, False, 1)
 MANY: list[Case] = [
     ("llama", schedule, ranks, 6, stage, checkpoint, data)
     for schedule, ranks in (("gpipe", 2), ("1f1b", 3), ("interleaved1f1b", 3), ("interleavedzerobubble", 3))
@@ -122,15 +124,16 @@ MANY += [("tied", "1f1b", 2, 4, stage, True, 4) for stage in range(4)]
 
 
 @pytest.mark.slow
-@quickly("case", [*CASES, *MANY], CASES[::6], slow=CASES[3::6])
+@quickly("case", [*CASES, *MANY], CASES[::6], slow=[*CASES[3::6], WEIGHTS_APART])
 def test_a_forecast_is_near_what_the_programs_take(case: Case) -> None:
     programs, pipeline = programs_of(case), divided(case)
     found, lines = forecast(pipeline), simulate_pipeline(programs, H100)
     assert found.seconds == pytest.approx(max(line.seconds for line in lines), rel=0.08)
     assert found.seconds >= least_seconds(pipeline) * (1 - 1e-9)
-    for rank, program in zip(found.ranks, programs, strict=True):
+    for number, (rank, program) in enumerate(zip(found.ranks, programs, strict=True)):
         state = model_state(program.layout)
         assert (rank.parameters, rank.optimizer) == (state.parameters, state.moments)
+        assert sum(most_held(pipeline, number).values()) == pytest.approx(peak_bytes(program), rel=0.15)
         assert rank.nbytes == pytest.approx(state.parameters + state.moments + peak_bytes(program), rel=0.1)
     assert forecast_bytes(pipeline) == found.nbytes >= state_bytes(pipeline)
 

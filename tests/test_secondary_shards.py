@@ -244,6 +244,14 @@ def test_writes_to_parameters_are_noticed(rank: int, shard: str) -> list[str]:
     return found
 
 
+@on_threads(4)
+def test_gathers_outside_of_programs_keep_no_secondary_shards(rank: int) -> list[str]:
+    compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", shard="hfsdp", stage=3)
+    with compiled.unsharded():
+        assert not any(isinstance(param, DTensor) for param in compiled.parameters())
+    return [name for name, shards in compiled._engine.runtime.shards.items() if shards.secondary]
+
+
 WAYS: Mapping[str, Callable[[DTensor], object]] = {
     "data of detached": lambda param: param.detach().data.mul_(0.5),
     "rows": lambda param: param.to_local().mul_(0.5),

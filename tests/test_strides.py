@@ -15,7 +15,7 @@ import zcompile
 from tests.cases import quickly
 from zcompile.engine.region_strides import keep_strides
 from zcompile.torch_internals.inductor import compile_with_inductor, force_stride_order
-from zcompile.torch_internals.sizes import FakeTensorMode
+from zcompile.torch_internals.sizes import FakeTensorMode, empty_laid_out
 
 WIDTH, HEADS, GROUPS = 32, 4, 2
 
@@ -70,6 +70,12 @@ def test_attention_with_a_cache_trains_as_eager_and_returns_its_strides() -> Non
         assert [keys.stride() for keys in kept] == [keys.stride() for keys in reference_kept]
     for ours, theirs in zip(compiled.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_memory_with_an_offset_ends_with_its_last_element() -> None:
+    made = empty_laid_out((2, 3), (4, 1), 5, torch.float32, torch.device("cpu"))
+    assert (made.shape, made.stride(), made.storage_offset()) == ((2, 3), (4, 1), 5)
+    assert made.untyped_storage().nbytes() == 4 * (5 + 4 + 3)
 
 
 def cat(x: Tensor) -> Tensor:

@@ -73,6 +73,23 @@ def test_no_line_of_code_is_longer_than_the_page(kind: str) -> None:
         assert len(code) <= 120 or "'" in code or '"' in code, line
 
 
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 2)
+
+    def forward(self, points: torch.Tensor, wanted: torch.Tensor, *, weight: torch.Tensor) -> torch.Tensor:
+        return (weight * (self.line(points) - wanted)).square().mean()
+
+
+def test_inputs_are_named_as_the_arguments_of_forward() -> None:
+    compiled = zcompile.compile(Weighted(), backend="eager")
+    compiled(torch.ones(3, 4), torch.ones(3, 2), weight=torch.ones(3, 2))
+    text = str(compiled.programs[0])
+    given = re.findall(r"^ {8}(\w+),", text.partition("unbox(box)")[0], re.MULTILINE)
+    assert given == ["line", "points", "wanted", "weight"]
+
+
 def test_varying_dimensions_keep_their_symbols() -> None:
     head, phases = (text.replace("[8, 4]", "[s0=8, 4]") for text in (CHAIN, OUTLINED))
     program = zcompile.parse(joined(head, phases))

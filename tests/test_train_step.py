@@ -18,6 +18,7 @@ from tests.models import batch, fit, make
 from tests.threads import Threads
 from zcompile import OptionError
 from zcompile.cost.memory import peak_bytes
+from zcompile.runtime.gradients.updates import Updater
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -507,6 +508,12 @@ def test_an_optimizer_that_steps_all_at_once_is_refused(kind: type[torch.optim.O
     assert not any(isinstance(param, DTensor) for param in model.parameters()), "nothing was sharded"
     step = zcompile.train_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
     step(*batch("mlp", 0, 0))
+
+
+def test_an_optimizer_is_tried_where_its_parameters_have_memory() -> None:
+    """The trial compares values, which parameters on meta do not have."""
+    held = [nn.Parameter(torch.ones(2, device="meta")), nn.Parameter(torch.ones(2))]
+    assert Updater([torch.optim.Adam(held)]).slots == [{"exp_avg": torch.float32, "exp_avg_sq": torch.float32}]
 
 
 def test_an_optimizer_that_counts_in_its_groups_counts_steps_not_units() -> None:

@@ -151,10 +151,27 @@ class Skips(nn.Module):
         return ((h - y) ** 2).mean() + (self.scale**2).sum(), h.detach().sum()
 
 
+class Whole(nn.Module):
+    """A parameter that the first block reads twice and the last once; whole numbers, whose sums are exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(4.0))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+        for block in self.blocks:
+            nn.init.eye_(block.weight)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.blocks[1](self.blocks[0](x * self.scale + self.scale))
+        return (h * self.scale).sum(), y.sum()
+
+
 def case(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
     if name == "skips":
         return Skips(), (torch.randn(2, 5, 8), torch.randn(2, 5, 8))
+    if name == "whole":
+        return Whole(), (torch.arange(8.0).view(2, 4), torch.ones(2))
     tokens = torch.randint(0, 64, (2, 16))
     return MODELS[name](), (tokens, tokens.roll(1))
 
@@ -198,6 +215,7 @@ def renumbered(traced: Program) -> dict[int, int]:
         ("tied", ["blocks.1"]),
         pytest.param("skips", ["down.1", "down.2", "up.0", "up.2"], marks=pytest.mark.slow),
         ("skips", ["up.1"]),
+        ("whole", ["blocks.1"]),
     ],
 )
 def test_the_stages_together_give_what_the_step_gives(name: str, starts: list[str]) -> None:
@@ -250,6 +268,8 @@ def test_the_stages_together_give_what_the_step_gives(name: str, starts: list[st
         first, *others = gradients[name_]
         assert torch.equal(sum(others, first), whole.values[node]), name_
         assert bool(others) is (name_ in stages[-1].boundary.summands)
+    sums = [node for stage in stages for node in stage.program.graph.nodes if node.target is torch.ops.aten.add.Tensor]
+    assert not any(data(node).view for node in sums), "those that a cut adds take memory of their own, too"
 
 
 def test_a_gradient_of_a_tied_parameter_is_not_sent_for_each_micro_batch() -> None:
