@@ -291,6 +291,14 @@ def test_the_loop_clips_accumulates_and_scales(tmp_path: Path) -> None:
     assert "# - fp16.hysteresis: a GradScaler halves the scale at each overflow\n" in text
 
 
+@pytest.mark.parametrize(("policy", "says"), [("NO_WRAP", True), ("SIZE_BASED_WRAP", False)])
+def test_a_policy_that_wraps_nothing_is_explained(policy: str, says: bool, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(fsdp_1().replace("TRANSFORMER_BASED_WRAP", policy))
+    said = "fsdp_config.fsdp_auto_wrap_policy: units are the repeated blocks by default; units= names others"
+    assert (said in migrated(path).text) is says
+
+
 @pytest.mark.parametrize(
     ("case", "said"),
     [
