@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -33,24 +34,34 @@ def load(
     The text is registered with `linecache` under `filename`, so that tracebacks show the program's own lines.
     """
     functions = {**(OPERATIONS if operations is None else operations), **regions}
-    if track is not None:
-        functions = {called: track.timed(function) for called, function in functions.items()}
-    namespace: dict[str, Any] = {"torch": torch, **functions}
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    tree = _Boxing(frozenset(regions)).visit(ast.parse(text, filename))
-    exec(compile(ast.fix_missing_locations(tree), filename, "exec"), namespace)
-    function: Callable[[list[Any]], Any] = namespace[name]
-    return function if track is None else functools.partial(track.run, function)
+
+    timed = frozenset() if track is None else functions.keys()
+    tree = ast.fix_missing_locations(_Prepared(regions.keys(), timed).visit(ast.parse(text, filename)))
+    code = compile(tree, filename, "exec")
+
+    def loaded(called: Mapping[str, Callable[..., Any]]) -> Callable[[list[Any]], Any]:
+        stamp = None if track is None else track.stamps.append
+        namespace: dict[str, Any] = {"torch": torch, _STAMP: stamp, _NOW: perf_counter, **called}
+        exec(code, namespace)
+        function: Callable[[list[Any]], Any] = namespace[name]
+        return function
+
+    if track is None:
+        return loaded(functions)
+    shown = functools.cache(lambda: loaded({called: track.shown(one) for called, one in functions.items()}))
+    return functools.partial(track.run, loaded(functions), shown)
 
 
-class _Boxing(ast.NodeTransformer):
-    """Calls regions with a list: `y = region_0(a, *x); del x` becomes `Box = [a, *x]; del x; y = region_0(Box)`.
+class _Prepared(ast.NodeTransformer):
+    """Calls regions with a list, and takes the time after each line that calls one of the functions `timed`.
 
-    So only the region holds what is deleted after its call.
+    `y = region_0(a, *x); del x` becomes `Box = [a, *x]; del x; y = region_0(Box); Stamp(Now())`, so that only the
+    region holds what is deleted after its call.
     """
 
-    def __init__(self, regions: frozenset[str]) -> None:
-        self.regions = regions
+    def __init__(self, regions: Set[str], timed: Set[str]) -> None:
+        self.regions, self.timed = regions, timed
 
     def visit_FunctionDef(self, function: ast.FunctionDef) -> ast.FunctionDef:
         """Box the calls in the function's body."""
@@ -60,7 +71,7 @@ class _Boxing(ast.NodeTransformer):
             statement = left.pop(0)
             call = self._region_call(statement)
             if call is None:
-                body.append(statement)
+                body += [statement, *self._stamp(statement)]
                 continue
             plain = (argument.value if isinstance(argument, ast.Starred) else argument for argument in call.args)
             given = {argument.id for argument in plain if isinstance(argument, ast.Name)}
@@ -71,9 +82,14 @@ class _Boxing(ast.NodeTransformer):
                 dead.append(left.pop(0))
             box = ast.Assign([ast.Name(_BOX, ast.Store())], ast.List(call.args, ast.Load()))
             call.args = [ast.Name(_BOX, ast.Load())]
-            body += [ast.copy_location(box, statement), *dead, statement]
+            body += [ast.copy_location(box, statement), *dead, statement, *self._stamp(statement)]
         function.body = body
         return function
+
+    def _stamp(self, statement: ast.stmt) -> list[ast.stmt]:
+        if self.timed.isdisjoint(node.id for node in ast.walk(statement) if isinstance(node, ast.Name)):
+            return []
+        return ast.increment_lineno(ast.parse(f"{_STAMP}({_NOW}())"), statement.lineno - 1).body
 
     def _region_call(self, statement: ast.stmt) -> ast.Call | None:
         match statement:
@@ -82,5 +98,5 @@ class _Boxing(ast.NodeTransformer):
         return None
 
 
-_BOX = "Box"
-"""No value of a program has this name: theirs are lower case."""
+_BOX, _STAMP, _NOW = "Box", "Stamp", "Now"
+"""No value of a program has these names: theirs are lower case."""

@@ -1,6 +1,6 @@
 """The recorder: when each line of a program, each message and each optimizer step began and ended.
 
-It is always on, so a running step only appends times to arrays, two for each line. They are interpreted when they are
+It is always on, so a running step only appends times to arrays, one for each line. They are interpreted when they are
 read (`zcompile.cost.timeline`). Times are seconds of `time.perf_counter`.
 """
 
@@ -23,6 +23,7 @@ from zcompile.torch_internals.autograd import profiler_runs
 
 KEPT = 4
 """Number of finished steps that are kept."""
+Loaded = Callable[[list[Any]], Any]
 MOST_RUNS = 512
 """A step with more program runs than this is cut, to bound memory whatever the training loop does."""
 
@@ -68,7 +69,7 @@ class RecordedRun:
     start: Moment
     end: Moment
     stamps: array[float]
-    """Start and end of each line, in order."""
+    """The end of each line, in order; the next line begins there."""
     events: Sequence[torch.Event]
     """The same on the stream; empty unless the device is recorded."""
 
@@ -218,45 +219,36 @@ class Track:
 
     def __init__(self, recorder: Recorder, phase: str, program: str, lines: Sequence[Line]) -> None:
         self.recorder, self.phase, self.program, self.lines = recorder, phase, program, lines
-        self._stamps: array[float] = array("d")
+        self.stamps: array[float] = array("d")
+        """Appended to by the program that runs, after each line."""
         self._events: list[torch.Event] = []
-        self._is_shown = False
-        """True while the device is recorded, or torch's profiler runs, in which each line is a range."""
 
-    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `function` for a program to call. The wrapper runs for every line and costs a third of a microsecond."""
-        stamp, now = self._stamps.extend, perf_counter
+    def shown(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` as a range in torch's profile, and with an event on the stream if the device is recorded."""
 
-        def line(*args: Any, **kwargs: Any) -> Any:
-            if self._is_shown:
-                return self._shown(function, args, kwargs)
-            start = now()
-            result = function(*args, **kwargs)
-            stamp((start, now()))
+        def called(*args: Any, **kwargs: Any) -> Any:
+            line = self.lines[len(self.stamps)]
+            with _range(f"zcompile.{line.operation} {line.unit}".rstrip()):
+                result = function(*args, **kwargs)
+            if (event := self.recorder.event()) is not None:
+                self._events.append(event)
             return result
 
-        return line
+        return called
 
-    def _shown(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before, line = self.recorder.now(), self.lines[len(self._stamps) // 2]
-        with _range(f"zcompile.{line.operation} {line.unit}".rstrip()):
-            result = function(*args, **kwargs)
-        for moment in (before, self.recorder.now()):
-            self._stamps.append(moment.host)
-            if moment.device is not None:
-                self._events.append(moment.device)
-        return result
+    def run(self, plain: Loaded, shown: Callable[[], Loaded], box: list[Any]) -> Any:
+        """Call a loaded program and record its lines; a run that raises is not recorded.
 
-    def run(self, function: Callable[[list[Any]], Any], box: list[Any]) -> Any:
-        """Call the loaded program and record its lines; a run that raises is not recorded."""
-        del self._stamps[:]
+        `shown` gives the same program over functions that are `shown`, for a recorded device or torch's profiler.
+        """
+        del self.stamps[:]
         self._events = []
-        self._is_shown = self.recorder._device is not None or profiler_runs()
+        program = shown() if self.recorder._device is not None or profiler_runs() else plain
         start = self.recorder.now()
         with _range(f"zcompile.{self.phase} {self.program}"):
-            result = function(box)
+            result = program(box)
         end = self.recorder.now()
-        run = RecordedRun(self.phase, self.program, self.lines, start, end, self._stamps[:], self._events)
+        run = RecordedRun(self.phase, self.program, self.lines, start, end, self.stamps[:], self._events)
         self.recorder.add_run(run)
         return result
 

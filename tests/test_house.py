@@ -87,7 +87,7 @@ LINES = {
     "zcompile/tools": 4_650,
     "zcompile/torch_internals": 1_470,
     "passes": 4_160,
-    "runtime": 8_780,
+    "runtime": 8_790,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
 MOST_LINES = 49_650

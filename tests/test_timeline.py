@@ -7,7 +7,9 @@ import itertools
 import json
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.cases import quickly
 from tests.models import batch, fit, make
 from tests.ranks import Ranks, on_threads
 from zcompile.cost.timeline import Spent, Timeline
+from zcompile.runtime.loader import load
 from zcompile.runtime.recorder import MOST_RUNS, Line, Recorder, Track
 
 
@@ -240,30 +243,37 @@ def test_the_device_is_recorded_from_the_next_step_on(monkeypatch: pytest.Monkey
     assert "times of the CUDA stream" in str(step)
 
 
-def track_of(recorder: Recorder) -> Track:
-    return Track(recorder, "forward", "0", [Line("f", "y", "a")])
+def program_of(recorder: Recorder, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A loaded program of one line, which calls `function` with the box."""
+    track = Track(recorder, "forward", "0", [Line("f", "y", "a")])
+    return load(
+        "def forward(box):\n    y = f(box)\n    return y\n",
+        "forward",
+        {},
+        "<one line>",
+        track,
+        operations={"f": function},
+    )
 
 
 def test_memory_is_bounded_whatever_the_loop_does() -> None:
     recorder = Recorder()
-    track = track_of(recorder)
-    called = track.timed(lambda x: x)
+    program = program_of(recorder, lambda x: x)
     for step in range(10 * MOST_RUNS):
         recorder.begin_call(step // (2 * MOST_RUNS), trains=True)
-        track.run(lambda box: called(box), [])
+        program([])
         recorder.end_call(split=False)
     assert [len(step.runs) for step in recorder.steps] == [MOST_RUNS] * 4
-    assert all(len(run.stamps) == 2 for step in recorder.steps for run in step.runs)
+    assert all(len(run.stamps) == 1 for step in recorder.steps for run in step.runs)
 
 
 def test_a_program_that_fails_leaves_nothing_to_the_next() -> None:
     recorder = Recorder()
-    track = track_of(recorder)
-    called = track.timed(lambda x: 1 / x)
+    program = program_of(recorder, lambda x: 1 / x)
     recorder.begin_call(0, trains=True)
-    called(1)
     with pytest.raises(ZeroDivisionError):
-        track.run(called, 0)  # type: ignore[arg-type]
-    track.run(called, 2)  # type: ignore[arg-type]
+        program(0)
+    assert program(2) == 0.5
     (run,) = recorder.ended(1)[0].runs
-    assert len(run.stamps) == 2
+    (end,) = run.stamps
+    assert run.start.host < end < run.end.host

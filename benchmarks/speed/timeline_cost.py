@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -20,6 +20,7 @@ from benchmarks.common.links import LOOPBACK
 from benchmarks.common.ranks import call
 from examples.gpt import GPT, GPTConfig
 from zcompile.cost.timeline import Timeline
+from zcompile.runtime.loader import load
 from zcompile.runtime.recorder import Line, Recorder, Track
 
 
@@ -45,26 +46,21 @@ class Trained:
 
 def seconds_per_line(calls: int = 100_000) -> float:
     """What recording adds to a line that does nothing."""
-    recorder = Recorder()
-    lines = [Line("f", "y", "")]
+    lines, recorder = 100, Recorder()
+    text = "def forward(box):\n" + "    y = f(box)\n" * lines
+    track = Track(recorder, "forward", "", [Line("f", "y", "")] * lines)
+    recorded, plain = (load(text, "forward", {}, "<lines>", one, operations={"f": id}) for one in (track, None))
 
-    def bare(value: object) -> object:
-        return value
-
-    def loop(called: object) -> float:
+    def loop(program: Callable[[list[object]], object]) -> float:
         start = time.perf_counter()
-        for _ in range(100):
-            called(None)  # type: ignore[operator]
-        return (time.perf_counter() - start) / 100
+        program([])
+        return (time.perf_counter() - start) / lines
 
-    track = Track(recorder, "forward", "", lines)
-    timed = track.timed(bare)
-    with_it, without = [], []
-    for _ in range(calls // 100):
-        track.run(lambda _: with_it.append(loop(timed)), [])
-        without.append(loop(bare))
+    pairs = []
+    for _ in range(calls // lines):
+        pairs.append((loop(recorded), loop(plain)))
         recorder._step.runs.clear()
-    return statistics.median(with_it) - statistics.median(without)
+    return statistics.median(with_it - without for with_it, without in pairs)
 
 
 def measure(options: argparse.Namespace) -> str:

@@ -7,10 +7,10 @@ determines how the time counts:
     compute     in a region
     exposed     waiting for a collective, or sending its data if the host itself does that
     optimizer   in an optimizer's step, also if a program updates unit by unit
-    overhead    in other lines of a program, between lines, in a call outside programs, delivering gradients
+    overhead    in other lines of a program, in a call outside programs, delivering gradients
     idle        in no span: the loss's own backward, the data loader, the rest of the training loop
 
-These five add up to the time of the step.
+These five add up to the time of the step. A line begins where the one before it has ended.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Timeline:
 
     @property
     def overhead(self) -> float:
-        """Seconds of the host in other lines, between lines, around programs, and in the delivery of gradients."""
+        """Seconds of the host in other lines, around programs, and in the delivery of gradients."""
         return self.spent(Spent.OVERHEAD)
 
     @property
@@ -311,8 +311,8 @@ _LANES = {Spent.COMPUTE: 1, Spent.EXPOSED: 2, Spent.OPTIMIZER: 3}
 _SPENT = {"update": Spent.OPTIMIZER}
 _WHERE = {
     "call": "calls of the model, around its programs",
-    "forward": "forward programs, between lines",
-    "backward": "backward programs, between lines",
+    "forward": "forward programs, around lines",
+    "backward": "backward programs, around lines",
     "delivery": "delivery of gradients",
 }
 
@@ -359,8 +359,9 @@ def _events(step: StepRecord, clock: _Clock) -> Iterator[Event]:
 
 def _lines(run: RecordedRun) -> Iterator[tuple[Line, Moment, Moment]]:
     events = run.events if len(run.events) == len(run.stamps) else [None] * len(run.stamps)
-    moments = [Moment(host, device) for host, device in zip(run.stamps, events, strict=True)]
-    yield from zip(run.lines, moments[::2], moments[1::2], strict=True)
+    ends = [Moment(host, device) for host, device in zip(run.stamps, events, strict=True)]
+    for line, (start, end) in zip(run.lines, itertools.pairwise([run.start, *ends]), strict=True):
+        yield line, start, end
 
 
 def _nested(events: Iterable[Event]) -> Iterator[Event]:
