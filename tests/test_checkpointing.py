@@ -146,6 +146,12 @@ def test_a_budget_is_kept_and_recomputation_falls_as_it_grows() -> None:
     assert flops[0] > flops[-1] == again_flops(traced(gpt(), *inputs))
 
 
+def test_a_budget_is_refused_where_the_solver_finds_no_choice_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zcompile.passes.common.recompute_choice.SECONDS", 0.0)
+    with pytest.raises(OptionError, match="at the least"):
+        traced(gpt(), *batch("gpt", 0, 0), checkpoint=1)
+
+
 @pytest.mark.slow
 def test_a_share_is_one_of_the_peak() -> None:
     inputs = batch("gpt", 0, 0, size=8)
