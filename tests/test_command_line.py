@@ -535,6 +535,11 @@ def test_a_config_of_hugging_face_is_a_model_on_meta(tmp_path: Path) -> None:
 # -- the doctor -------------------------------------------------------------------------------------------------------
 
 
+def test_no_ranks_measure_nothing() -> None:
+    with pytest.raises(zcompile.OptionError, match=r"(?s)ranks: is 0, .* give at least 1"):
+        doctor.measured("here", 0)
+
+
 def test_the_doctor_finds_what_is_there(run: Run) -> None:
     code, out, _ = run("doctor")
     assert code == 0

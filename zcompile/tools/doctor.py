@@ -128,7 +128,7 @@ def measured(name: str, ranks: int | None = None) -> Hardware | None:
         finally:
             dist.destroy_process_group()
     gpus = gpu_count()
-    world = ranks or gpus or 2
+    world = (gpus or 2) if ranks is None else ranks
     if world < 1 or (gpus and world > gpus):
         raise OptionError("ranks", f"is {world}, and there are {gpus} GPUs", "give at least 1, and at most one per GPU")
     with tempfile.TemporaryDirectory() as folder:
