@@ -113,10 +113,10 @@ CASES = (
     torchs("SparseAdam", plain=REFUSED, shards=REFUSED, whole=REFUSED, says="takes only sparse gradients"),
     torchs("Adafactor", shards=REFUSED, says=NEEDS_WHOLE),
     torchs("Muon", shards="≈ 0.2", matrices=True),
-    torchs("LBFGS", lr=0.1, max_iter=3, shards=REFUSED, whole=REFUSED, says="LBFGS flattens it"),
+    torchs("LBFGS", lr=0.1, max_iter=3, shards=REFUSED, whole=REFUSED, says="LBFGS flattens it|LBFGS concatenates it"),
     torchs(
         "LBFGS", "of rows that ranks divide", lr=0.1, max_iter=3, whole=REFUSED,
-        says="LBFGS flattens it", model=even,
+        says="LBFGS concatenates it", model=even,
     ),
     Case("AdamW8bit", "torchao.optim.AdamW8bit", release=AO),
     Case("AdamW4bit", "torchao.optim.AdamW4bit", release=AO),

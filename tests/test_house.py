@@ -72,7 +72,7 @@ ROOMS = {
 LINES = {
     "zcompile": 1_790,
     "zcompile/cost": 2_690,
-    "zcompile/engine": 5_400,
+    "zcompile/engine": 5_410,
     "zcompile/facts": 790,
     "zcompile/frontend": 1_420,
     "zcompile/integrations": 660,
@@ -85,12 +85,12 @@ LINES = {
     "zcompile/schedule": 1_500,
     "zcompile/state": 1_660,
     "zcompile/tools": 4_650,
-    "zcompile/torch_internals": 1_470,
+    "zcompile/torch_internals": 1_490,
     "passes": 4_160,
     "runtime": 8_790,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 49_650
+MOST_LINES = 49_690
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

@@ -34,6 +34,34 @@ def test_casts_stand_in_the_program_and_shards_keep_their_dtype(stage: int) -> N
         assert (param.dtype, param.grad.dtype) == (torch.float32, torch.float32)
 
 
+class Classifier(nn.Module):
+    """A mean over those targets that are not to be ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 96, bias=False)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.body(x).tanh()), targets)
+
+
+def test_logits_are_saved_in_the_dtype_they_are_computed_in() -> None:
+    """A loss under autocast takes logarithms in float32, which torch.compile does not save either."""
+    torch.manual_seed(0)
+    model = Classifier()
+    plain, given = copy.deepcopy(model), torch.randn(64, 8)
+    targets = torch.where(torch.arange(64) % 3 == 0, -100, torch.arange(64))
+    compiled = zcompile.compile(model, dtype=torch.bfloat16)
+    compiled(given, targets).backward()
+    saved = [node.meta["val"] for node in compiled._engine.runtime.steps[0].program.saved()]
+    assert [(one.dtype, *one.shape) for one in saved if one.numel() == 64 * 96] == [(torch.bfloat16, 64, 96)]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = plain(given, targets)
+    loss.backward()
+    for one, wanted in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(one.grad), wanted.grad, rtol=2e-2, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_a_mixed_program_parses_back() -> None:
     compiled = zcompile.compile(make("mlp"), dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, backend="eager")

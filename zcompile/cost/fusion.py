@@ -38,6 +38,7 @@ _FUSING = frozenset(
         aten.nll_loss_backward,
         aten.ones_like,
         aten.scalar_tensor,
+        aten.scatter,
         aten.sum,
         aten.var_mean,
         aten.where,

@@ -99,7 +99,8 @@ class Engine:
 
         def capturing(called: Names) -> Capture:
             # Other names than those given belong to a graph of DTensors, whose layouts are not in torch's key.
-            return Capture(called, layout, lower, cache=cache if called is names else None)
+            fuses = self.options.backend == "inductor"
+            return Capture(called, layout, lower, cache=cache if called is names else None, fuses=fuses)
 
         with self.runtime.progress.doing("tracing its backward"), old_objects_frozen():
             return on_locals(module, inputs, names, locals_ or {}, capturing)

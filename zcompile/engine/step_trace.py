@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -94,6 +95,7 @@ class StepTrace:
         what: Names the model in messages.
         dtype: The autocast dtype; None for the model's own.
         like: The trace of a training step of a model that has been sharded since: this one has no gradients.
+        fuses: Whether Inductor compiles the step's regions.
 
     Raises:
         CaptureError: it cannot be traced into one graph.
@@ -108,8 +110,11 @@ class StepTrace:
         what: str,
         dtype: torch.dtype | None = None,
         like: StepTrace | None = None,
+        *,
+        fuses: bool = True,
     ) -> None:
         self._model, self._layout, self._device, self._what, self._dtype = model, layout, device, what, dtype
+        self._fuses = fuses
         self._trains = like is None
         self._placeholders: dict[str, tuple[nn.Parameter, Local | None]]
         if like is not None:
@@ -200,7 +205,8 @@ class StepTrace:
             raise Traced(traced, Request(options, options.schedule))
 
         try:
-            on_locals(module, inputs, names, locals_, lambda found: Capture(found, self._layout, lower))
+            capturing = partial(Capture, layout=self._layout, lower=lower, fuses=self._fuses)
+            on_locals(module, inputs, names, locals_, capturing)
         except Traced as found:
             self._found.append(found.program)
 

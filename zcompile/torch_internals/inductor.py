@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._decomp import get_decompositions
 from torch._inductor.output_code import CompiledFxGraph, OutputCode
 from torch._ops import HigherOrderOperator, OpOverload  # the types of call targets in an ATen graph
 
@@ -146,6 +147,20 @@ def force_stride_order() -> OpOverload:
 
     operation: OpOverload = force
     return operation
+
+
+def loss_decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """What is decomposed as a step is traced that Inductor compiles, and decomposes anyway.
+
+    torch's partitioner recomputes no `_log_softmax`, but what it consists of: under autocast the logits are saved as
+    they are multiplied, in 16 bits, in place of their log-probabilities in 32.
+    """
+    aten = torch.ops.aten
+    losses = [aten.nll_loss_forward, aten.nll_loss_backward, aten.nll_loss2d_forward, aten.nll_loss2d_backward]
+    table: Mapping[Any, Callable[..., Any]] = get_decompositions(
+        [aten._log_softmax, aten._log_softmax_backward_data, *losses]
+    )
+    return table
 
 
 def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
