@@ -470,7 +470,7 @@ MISTAKES: dict[str, tuple[Callable[[Program], Any], str]] = {
     "results": (edit_region(return_another), r"is not what was traced"),
     "parameters": (edit_region(take_another_parameter), r"with \S+ in place of \S+ \(traced in"),
     "frozen": (claim_frozen, r"the parameters of .* are not those that"),
-    "output": (return_another_result, r"result \S+ is not what was traced: .* want nll_loss_forward"),
+    "output": (return_another_result, r"result \S+ is not what was traced: .* want div\(sum\(where"),
 }
 
 

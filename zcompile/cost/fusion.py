@@ -21,6 +21,7 @@ _FUSING = frozenset(
         aten._softmax,
         aten._softmax_backward_data,
         aten._to_copy,
+        aten._unsafe_view,
         aten.amax,
         aten.any,
         aten.argmax,
