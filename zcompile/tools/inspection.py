@@ -98,7 +98,8 @@ def of_subject(
 ) -> Inspected:
     """Run the passes on the model's program for `world` ranks, with decisions of the cost model for `hardware`."""
     given = subject.model, subject.args, subject.kwargs
-    traced = trace(*given, dtype=options.dtype, units=units, whole=whole, device=hardware.device)
+    fuses = options.backend == "inductor"
+    traced = trace(*given, dtype=options.dtype, units=units, whole=whole, device=hardware.device, fuses=fuses)
     axes = axes_over(subject.model, world)
     layout = make_layout(subject.model, STAGES[options.stage], axes, units, options.precision, whole)
     schedule = replace(options.schedule, bucket=bucket_for(guess_for(hardware.device)))
@@ -130,7 +131,8 @@ def of_pipeline(
     (pipeline, data), (schedule, microbatches, split) = mesh, asked
     table, results = action_table(schedule, pipeline, microbatches), FlatResults()
     given = subject.model, subject.args, subject.kwargs
-    traced = trace(*given, dtype=options.dtype, units=units, device=hardware.device, results=results)
+    fuses = options.backend == "inductor"
+    traced = trace(*given, dtype=options.dtype, units=units, device=hardware.device, results=results, fuses=fuses)
     check_traced(traced, len(results.names or ()))
     axes = Axis(PIPELINE, AxisKind.PIPELINE, pipeline, data), Axis(DATA, AxisKind.SHARD, data)
     layout = make_layout(subject.model, STAGES[options.stage], axes, units, options.precision)

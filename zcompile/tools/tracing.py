@@ -43,13 +43,15 @@ def trace(
     device: str = HOST,
     loss_fn: Callable[..., Any] | None = None,
     results: Callable[[Any], Any] | None = None,
+    fuses: bool = True,
 ) -> Program:
     """Trace `model(*args, **kwargs)` and its backward into a program, laid out for stage 3 in a world of one.
 
     With `loss_fn`, traces `loss_fn(model, *args, **kwargs)`; with `results`, `results` applied to the returned value.
 
     The model and tensor arguments may be on meta; they are traced as if on the CPU, without values. With a 16-bit
-    `dtype`, operations use the dtypes of autocast on `device`, a kind such as "cuda". The model is not changed. For a
+    `dtype`, operations use the dtypes of autocast on `device`, a kind such as "cuda". `fuses`: for Inductor, not for
+    `backend="eager"`. The model is not changed. For a
     model that `parallelize_module` has divided, the program is that of this rank.
 
     Raises:
@@ -71,7 +73,7 @@ def trace(
     names = tuple(signature.parameters)[1:]
     called = CallSpec(lambda *a, **k: results(call(*a, **k)) if results else call(*a, **k), given[0], given[1], names)
     with autocast_of(device), autocast(HOST, dtype):
-        program = StepTrace(model, layout, called, torch.device(HOST), type(model).__name__).program
+        program = StepTrace(model, layout, called, torch.device(HOST), type(model).__name__, fuses=fuses).program
     if not program.has_backward:
         fix = "let it return a loss, or outputs that depend on parameters with requires_grad"
         raise CaptureError(type(model).__name__, "has no backward: its output does not require grad", fix)
