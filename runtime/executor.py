@@ -73,7 +73,7 @@ class Gather:
             return self.done
         unit, shards = self.bound.unit, self.bound.shards
         ranks = shards.communicator.inside
-        if self.stream is not None and stream_number(ranks.device) != self.stream:  # that step's was another
+        if self.stream is not None and stream_number(ranks.device) != self.stream:  # gathered ahead on another
             for _, arrived, _ in self.arrivals:
                 arrived.record_stream(current_stream(arrived.device))
         tensors: list[torch.Tensor | None] = [

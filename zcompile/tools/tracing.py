@@ -50,9 +50,9 @@ def trace(
     With `loss_fn`, traces `loss_fn(model, *args, **kwargs)`; with `results`, `results` applied to the returned value.
 
     The model and tensor arguments may be on meta; they are traced as if on the CPU, without values. With a 16-bit
-    `dtype`, operations use the dtypes of autocast on `device`, a kind such as "cuda". `fuses`: for Inductor, not for
-    `backend="eager"`. The model is not changed. For a
-    model that `parallelize_module` has divided, the program is that of this rank.
+    `dtype`, operations use the dtypes of autocast on `device`, a kind such as "cuda". `fuses` is false for a step of
+    `backend="eager"`. The model is not changed. For a model that `parallelize_module` has divided, the program is that
+    of this rank.
 
     Raises:
         ModelError: the model has no parameters, is sharded already, or has DTensors other than by tensor parallelism,
