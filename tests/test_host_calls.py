@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import cProfile
+import json
 import pstats
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import zcompile
+from benchmarks.common.ranks import ROOT
 from tests.models import GPT, batch
 
 STEPS = 3
-MOST = {3: (3_200, 680), 0: (3_000, 600)}
-"""By the stage: calls of a step of two blocks, and of each further one; a process that has other models makes more."""
+MOST = {3: (2_700, 620), 0: (2_500, 530)}
+"""By the stage: calls of a step of two blocks, and of each further one."""
 
 
 def calls(stage: int, layers: int) -> float:
@@ -35,9 +39,21 @@ def calls(stage: int, layers: int) -> float:
     return total / STEPS
 
 
+@pytest.fixture(scope="module")
+def counted() -> dict[str, tuple[float, float]]:
+    """By the stage: calls with two blocks and with four, in a process of their own: other models add to them."""
+    ended = subprocess.run([sys.executable, "-m", __name__], cwd=ROOT, capture_output=True, text=True, check=True)
+    found: dict[str, tuple[float, float]] = json.loads(ended.stdout)
+    return found
+
+
 @pytest.mark.parametrize("stage", MOST)
-def test_the_host_makes_few_calls(stage: int) -> None:
+def test_the_host_makes_few_calls(counted: dict[str, tuple[float, float]], stage: int) -> None:
+    few, more = counted[str(stage)]
     most, each = MOST[stage]
-    few = calls(stage, 2)
     assert few <= most
-    assert (calls(stage, 4) - few) / 2 <= each
+    assert (more - few) / 2 <= each
+
+
+if __name__ == "__main__":
+    print(json.dumps({stage: (calls(stage, 2), calls(stage, 4)) for stage in MOST}))

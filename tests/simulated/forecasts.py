@@ -17,7 +17,7 @@ from zcompile.torch_internals.pytree import tree_leaves
 
 def here(kind: str, dtype: torch.dtype) -> Counter[str]:
     """As it is planned."""
-    return operations(trace(make(kind), batch(kind, 0, 0), dtype=dtype, device="cuda"))
+    return operations(trace(make(kind), batch(kind, 0, 0), dtype=dtype, device="cuda", fuses=False))
 
 
 def on_a_gpu(rank: int, kind: str, dtype: torch.dtype) -> Counter[str]:
