@@ -28,11 +28,12 @@ from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes, 
 from zcompile.ir.layout import Layout
 from zcompile.ir.liveness import memory_of_result
 from zcompile.ir.operation import Data, Phase, data, op_of, set_data
-from zcompile.ir.ops import Call, Input, Item, Kind, Parameter, Results, Shards, region
+from zcompile.ir.ops import Call, Chunked, Input, Item, Kind, Parameter, Results, Shards, region
 from zcompile.ir.parameter_views import derived_values
+from zcompile.ir.placement import WHOLE, RowLoop
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
-from zcompile.ir.region import Region
+from zcompile.ir.region import Region, region_name
 from zcompile.ir.spelling import common_module, free, identifier
 from zcompile.passes.common.recompute import runs
 from zcompile.passes.common.value_names import Use, ValueNames
@@ -127,6 +128,10 @@ class _Outline:
         return not multiple and any(user not in members for user in node.users)
 
     def _fill(self) -> None:
+        self.loop: RowLoop | None = None
+        if isinstance(op := data(self.run[0]).op, Chunked):
+            self._fill_loop(op.loop)
+            return
         for index, node in enumerate((*self.reads, *self.values)):
             inner = self.graph.create_node("placeholder", node.name, name=node.name)
             inner.meta = dict(node.meta)
@@ -135,6 +140,30 @@ class _Outline:
             self._copy(node)
         results = tuple(self.inside[node] for node in self.gives)
         set_data(self.graph.output(results if len(results) != 1 else results[0]), Data(Results()))
+
+    def _fill_loop(self, loop: RowLoop) -> None:
+        """Fill the graph with what a loop runs, and with the views of parameters that it takes."""
+        (call, *_), attribute = self.run, self.run[0].all_input_nodes[0]
+        body, given = self.program.modules[str(attribute.target)].graph, call.all_input_nodes[1:]
+        taken = dict(zip(given, zip(body.find_nodes(op="placeholder"), loop.takes, strict=True), strict=True))
+        takes = []
+        for index, node in enumerate((*self.reads, *self.values)):
+            like, placement = taken.get(node, (node, WHOLE))
+            takes.append(placement)
+            inner = self.graph.create_node("placeholder", node.name, name=node.name)
+            inner.meta = dict(like.meta)
+            self.inside[node] = set_data(inner, Data(Input(Kind.DATA, index), type=data(like).type))
+        values = {inner: self._copy(node) for node, (inner, _) in taken.items()}
+        for node in body.nodes:
+            if node.op == "call_function":
+                values[node] = set_data(self.graph.node_copy(node, values.__getitem__), data(node))
+        (ends,) = body.output_node().args
+        indices = [op_of(node, Item).index for node in self.gives]
+        results = tuple(values[ends[index]] for index in indices)  # type: ignore[index]
+        set_data(self.graph.output(results if len(results) != 1 else results[0]), Data(Results()))
+        factor = next((values[node].name for node in body.nodes if node.name == loop.factor), "")
+        gives = tuple(loop.gives[index] for index in indices)
+        self.loop = replace(loop, takes=tuple(takes), gives=gives, factor=factor)
 
     def _copy(self, node: fx.Node) -> fx.Node:
         if node not in self.inside:
@@ -151,11 +180,13 @@ class _Outline:
 
     @property
     def modules(self) -> dict[str, fx.GraphModule]:
+        if self.loop is not None:
+            return {}
         names = {str(node.target) for node in self.graph.find_nodes(op="get_attr")}
         return {name: self.program.modules[name] for name in names}
 
     def region(self, name: str) -> Region:
-        return Region(name, self.graph, self.takes, self.modules)
+        return Region(name, self.graph, self.takes, self.modules, rows=self.loop)
 
 
 class _Outer:
@@ -220,7 +251,7 @@ class _Outer:
         self.order[node] = len(self.order)
 
     def _region(self, outline: _Outline) -> Region:
-        found = replace(outline.region(f"region_{len(self.regions)}"), fuses=self.fuses)
+        found = replace(outline.region(region_name(len(self.regions), outline.loop)), fuses=self.fuses)
         same = self.equal.setdefault(found.key(), found)
         self.regions[same.name] = same
         return same

@@ -17,6 +17,7 @@ from zcompile.ir.layout import STAGES
 from zcompile.model.units import make_layout
 from zcompile.pipelining.batch_means import check_mean
 from zcompile.schedule.options import Options
+from zcompile.torch_internals.inductor import loss_decompositions
 
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -135,7 +136,9 @@ def test_sums_over_the_batch_are_refused_and_means_are_not(kind: str, name: str)
     batch = torch.randn(6, 4, 5), torch.randn(6, 4, 2)
     called = CallSpec(lambda x, y: loss(model, x, y), batch, {}, ("x", "y"))
     given = model, layout, called, torch.device("cpu"), "Linear"
-    traced = [StepTrace(*given, fuses=fuses).program for fuses in (False, True)]  # a cross entropy is one line or many
+    traced = [
+        StepTrace(*given, decompositions=loss_decompositions(fuses=fuses)).program for fuses in (False, True)
+    ]  # a cross entropy is one line or many
     parts = [loss(model, *part) for part in zip(*(one.chunk(3) for one in batch), strict=True)]
     is_mean = torch.allclose(torch.stack(parts).mean(), loss(model, *batch), rtol=1e-5)
     assert is_mean is (kind == "mean") or name in BY_MICROBATCHES

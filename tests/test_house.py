@@ -71,26 +71,26 @@ ROOMS = {
 
 LINES = {
     "zcompile": 1_790,
-    "zcompile/cost": 2_690,
-    "zcompile/engine": 5_410,
+    "zcompile/cost": 2_710,
+    "zcompile/engine": 5_510,
     "zcompile/facts": 790,
     "zcompile/frontend": 1_420,
     "zcompile/integrations": 660,
-    "zcompile/ir": 4_460,
+    "zcompile/ir": 5_220,
     "zcompile/model": 1_570,
     "zcompile/pipelining": 2_130,
-    "zcompile/proof": 4_310,
+    "zcompile/proof": 4_410,
     "zcompile/recording": 820,
     "zcompile/report": 1_550,
-    "zcompile/schedule": 1_500,
+    "zcompile/schedule": 1_540,
     "zcompile/state": 1_660,
     "zcompile/tools": 4_650,
-    "zcompile/torch_internals": 1_490,
-    "passes": 4_160,
+    "zcompile/torch_internals": 1_520,
+    "passes": 4_730,
     "runtime": 8_790,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 49_690
+MOST_LINES = 51_340
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,
@@ -342,6 +342,7 @@ def test_the_default_pipelines_run_every_pass() -> None:
         "offload_activations": "cpu",
         "partition_activations": 2,
         "cuda_graphs": True,
+        "chunk": 1,
     }
     full = (zcompile.pipeline(stage=stage, **options) for stage in range(4))
     names = {name for pipeline in full for name in pipeline.names}

@@ -35,6 +35,7 @@ OTHER: dict[str, Any] = {
     "partition_activations": True,
     "offload_parameters": "cpu",
     "cuda_graphs": True,
+    "chunk": 1024,
 }
 """Another value than the default for each option that ranks agree on."""
 BESIDE: dict[str, dict[str, Any]] = {"offload_parameters": {"stage": 3}, "outer_gather_dtype": {"shard": "hpz"}}

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from zcompile.ir.operation import Data, Phase, data, op_of, set_data
-from zcompile.ir.ops import Compute, Input, Item, Parameter
+from zcompile.ir.ops import Chunked, Compute, Input, Item, Parameter
 from zcompile.ir.parameter_views import derived_values, is_view, parameters_read
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective, is_pure, is_random, is_wait
@@ -47,17 +47,20 @@ class RegionRun:
 def runs(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     """Split `nodes` into maximal runs of one unit; glue joins the run before it, or at the start the run after it.
 
-    Deferred operations of a divided backward form runs of their own.
+    Deferred operations of a divided backward form runs of their own, and so does each loop over rows.
     """
     runs: list[list[fx.Node]] = []
     home: dict[fx.Node, list[fx.Node]] = {}
     current, deferred = "", False
     for node in nodes:
+        if node.op == "get_attr" and any(isinstance(data(user).op, Chunked) for user in node.users):
+            continue  # the graph of a loop, which becomes the region's
         if isinstance(data(node).op, Item):
             home[node] = home[node.all_input_nodes[0]]
         else:
-            unit = data(node).unit
-            if not runs or (unit and current and unit != current) or data(node).deferred is not deferred:
+            unit, loops = data(node).unit, isinstance(data(node).op, Chunked)
+            alone = loops or (bool(runs) and isinstance(data(runs[-1][0]).op, Chunked))
+            if not runs or alone or (unit and current and unit != current) or data(node).deferred is not deferred:
                 runs.append([])
                 deferred, current = data(node).deferred, ""
             current = unit or current

@@ -55,7 +55,7 @@ from zcompile.ir.ops import (
 )
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
-from zcompile.ir.region import Region
+from zcompile.ir.region import Region, region_name
 from zcompile.ir.tensor_type import TensorType
 from zcompile.passes.common.boundary import (
     Crossing,
@@ -101,7 +101,7 @@ def _merged(own: Sequence[PipelineStage]) -> tuple[Program, dict[int, str]]:
     lent = [stage.lent for stage in own if stage.lent is not None]
     called, by_key = dict[int, str](), dict[str, str]()
     for region in (region for program in (*programs, *lent) for region in program.regions.values()):
-        name = called[id(region)] = by_key.setdefault(region.key(), f"region_{len(regions)}")
+        name = called[id(region)] = by_key.setdefault(region.key(), region_name(len(regions), region.rows))
         if name not in regions:
             regions[name] = replace(region, name=name)
     first = programs[0]

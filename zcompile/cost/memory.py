@@ -10,7 +10,7 @@ Dynamic sizes count as in the traced call.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from torch import fx
@@ -33,6 +33,7 @@ from zcompile.ir.ops import (
     reductions_of,
     values_of,
 )
+from zcompile.ir.placement import Divided
 from zcompile.ir.program import Program
 from zcompile.ir.region import Region
 
@@ -214,6 +215,8 @@ def region_bytes(region: Region, freed: Sequence[Freed] = ()) -> int:
 
     Arguments in `freed` are freed after their last use, which lowers the count from there on.
     """
+    if region.rows is not None:
+        return _loop_bytes(region)
     nodes = list(region.graph.nodes)
     last = {node: index for index, node in enumerate(nodes)}
     for index, node in enumerate(nodes):
@@ -232,6 +235,19 @@ def region_bytes(region: Region, freed: Sequence[Freed] = ()) -> int:
         most = max(most, live)
         live -= ending.get(index, 0)
     return most
+
+
+def _loop_bytes(region: Region) -> int:
+    """Return the peak bytes of a loop over rows: what its turns are joined to or added up in, and one turn.
+
+    A turn has copies of the rows that are not together in memory, and what it gives until that is joined.
+    """
+    loop, numbers = region.rows, range(len(region.outputs))
+    assert loop is not None, "a region that a loop runs"
+    given = zip(region.graph.find_nodes(op="placeholder"), loop.takes, strict=True)
+    copies = sum(data(node).nbytes for node, place in given if isinstance(place, Divided) and place != Divided(0))
+    kept = sum(loop.held(region.result_type(number), loop.gives[number]) for number in numbers)
+    return kept + copies + region_bytes(replace(region, rows=None))
 
 
 def peak_bytes(program: Program) -> int:

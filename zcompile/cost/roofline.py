@@ -90,12 +90,12 @@ def bucket_for(hardware: Hardware, stride: int = 1) -> int:
 def region_seconds(region: Region, hardware: Hardware, axis: Axis | None = None) -> float:
     """Return the seconds of a region on `hardware`: the sum over its operations.
 
-    Collectives in the region are over `axis`, and nothing hides them.
+    Collectives in the region are over `axis`, and nothing hides them. The turns of a loop over rows count all.
     """
     nodes = [node for node in region.graph.nodes if node.op == "call_function" and isinstance(data(node).op, Compute)]
     sent = sum(_collective_seconds(node, hardware, axis) for node in nodes if axis and is_collective(node))
     computing = (node for node in nodes if not is_collective(node) and not is_wait(node))
-    return sent + sum(_seconds_within(node, region, hardware) for node in computing)
+    return sent + region.turns * sum(_seconds_within(node, region, hardware) for node in computing)
 
 
 def _collective_seconds(node: fx.Node, hardware: Hardware, axis: Axis) -> float:
@@ -160,7 +160,8 @@ def flops_of(node: fx.Node, regions: Mapping[str, Region]) -> int:
     """Return the FLOPs of a node; 0 if it does not compute."""
     op = data(node).op
     if isinstance(op, Call):
-        return sum(aten_cost(n)[0] for n in regions[op.region].graph.nodes if n.op == "call_function")
+        called = regions[op.region]
+        return int(called.turns * sum(aten_cost(n)[0] for n in called.graph.nodes if n.op == "call_function"))
     return aten_cost(node)[0] if isinstance(op, Compute) else 0
 
 

@@ -99,8 +99,8 @@ class Engine:
 
         def capturing(called: Names) -> Capture:
             # Other names than those given belong to a graph of DTensors, whose layouts are not in torch's key.
-            fuses = self.options.backend == "inductor"
-            return Capture(called, layout, lower, cache=cache if called is names else None, fuses=fuses)
+            kept = cache if called is names else None
+            return Capture(called, layout, lower, cache=kept, decompositions=self.options.decompositions)
 
         with self.runtime.progress.doing("tracing its backward"), old_objects_frozen():
             return on_locals(module, inputs, names, locals_ or {}, capturing)

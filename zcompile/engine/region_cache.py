@@ -6,7 +6,7 @@ import itertools
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ from zcompile.engine.calls.blank_tangents import Blank, without
 from zcompile.engine.cuda_graphs import Graphs
 from zcompile.engine.eager_regions import fit_kernels
 from zcompile.engine.region_strides import keep_strides
+from zcompile.engine.row_loops import looped
+from zcompile.ir.placement import RowLoop
 from zcompile.ir.region import Region
+from zcompile.ir.rows import with_rows
 from zcompile.torch_internals.dispatch import outside_modes
 from zcompile.torch_internals.inductor import compile_with_inductor, inductor_code
 from zcompile.torch_internals.modules import submodules_of
@@ -76,7 +79,7 @@ class RegionCache:
         def run(values: list[Any]) -> list[Any]:
             blanks = tuple(index for index, value in enumerate(values) if isinstance(value, Blank))
             if blanks not in made:
-                left = without(region, blanks)
+                left = without(region, blanks) if region.rows is None else None
                 made[blanks] = None if left is None else self._run(left)
             if (of_rest := made[blanks]) is not None:
                 return of_rest(_drained(values, lambda _: []) if blanks else values)
@@ -84,13 +87,24 @@ class RegionCache:
 
         return _called(region, run) if region.fixed is None else self.get(region)
 
+    def _looped(self, region: Region, loop: RowLoop) -> Run:
+        """A region that a loop over rows runs, compiled for a turn, and for the rows that are left of the last one."""
+
+        def compiled(rows: int) -> Run:
+            graph = region.graph if rows == loop.size else with_rows(region.graph, loop.takes, loop.size, rows)
+            return self._run(replace(region, graph=graph, rows=None))
+
+        return looped(loop, compiled)
+
     def _run(self, region: Region) -> Run:
         key = region.key()
         if key not in self.compiled:
             started = time.perf_counter()
             self.ready()
             with outside_modes():  # a mode of the user's that compares sizes would specialize the region for them
-                self.compiled[key] = _compile(region, self.backend)
+                self.compiled[key] = (
+                    self._looped(region, region.rows) if region.rows else _compile(region, self.backend)
+                )
             self.seconds += time.perf_counter() - started
         return self.compiled[key]
 

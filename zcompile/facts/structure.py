@@ -274,8 +274,11 @@ def _regions_outlined(program: Program) -> Iterator[Violation]:
 def _mistaken_arguments(program: Program, node: fx.Node, op: Call) -> Iterator[Violation]:
     """Arguments of a region must have the shape and dtype with which it was traced."""
     region = program.regions[op.region]
-    for inner, (argument, item) in zip(region.graph.find_nodes(op="placeholder"), region.takes, strict=True):
+    for number, (inner, (argument, item)) in enumerate(
+        zip(region.graph.find_nodes(op="placeholder"), region.takes, strict=True)
+    ):
         wanted, given = data(inner).type, node.args[1 + argument]
+        wanted = wanted if region.rows is None else region.rows.whole(wanted, region.rows.takes[number])
         if wanted is None or not isinstance(given, fx.Node):
             continue
         if item is None:

@@ -58,7 +58,6 @@ from zcompile.torch_internals.aot_autograd import (
     tracing_config,
 )
 from zcompile.torch_internals.dynamo import handed_on
-from zcompile.torch_internals.inductor import loss_decompositions
 from zcompile.torch_internals.sizes import is_symbolic
 
 Lowering = Callable[[Program], Runner]
@@ -120,8 +119,8 @@ class Capture:
     runner: Runner | None = None
     cache: StepCache | None = None
     """The cache in which to look up and store the step; None to trace it each time."""
-    fuses: bool = False
-    """Whether regions are compiled by Inductor: see `loss_decompositions`."""
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None
+    """What operations are decomposed into: see `loss_decompositions`."""
     around_lowering: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """Returns the context in which programs are lowered."""
 
@@ -156,7 +155,7 @@ class Capture:
             bw_compiler=mark(self._backward),
             inference_compiler=mark(self._inference),
             partition_fn=self._partition,
-            decompositions=loss_decompositions() if self.fuses else None,
+            decompositions=self.decompositions,
         )
         compiled: Callable[..., Any] = frontend(module, inputs)
         return compiled

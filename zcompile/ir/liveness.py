@@ -93,6 +93,8 @@ def memory_of_result(region: Region, index: int) -> tuple[bool, int]:
 
     The bytes are 0 if it shares memory, or keeps only its own elements alive.
     """
+    if region.rows is not None:
+        return False, 0
     value, owner = region.outputs[index], owner_of(region.outputs[index])
     view = isinstance(data(owner).op, Input) or any(owner_of(earlier) is owner for earlier in region.outputs[:index])
     kept, shown = data(owner).nbytes, data(value).type

@@ -29,6 +29,7 @@ from zcompile.ir.operation import (
     options_of,
     takes,
 )
+from zcompile.ir.placement import RowLoop
 from zcompile.ir.tensor_type import TensorType, dtype_text
 
 ByteRange = tuple[int, int]
@@ -148,6 +149,13 @@ class _Computes(Operation):
 @dataclass(frozen=True, slots=True)
 class Compute(_Computes):
     """An ATen operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked(Compute):
+    """A loop over rows, whose graph is its first argument; a region of its own once regions are outlined."""
+
+    loop: RowLoop
 
 
 @dataclass(frozen=True, slots=True)
@@ -773,11 +781,13 @@ def _stand_in(name: str) -> Callable[..., NoReturn]:
 
 region = _stand_in("region")
 """The target of calls of regions: its first argument is the region's name."""
+chunked = _stand_in("chunked")
+"""The target of loops over rows: see `Chunked`."""
 FUNCTIONS: Mapping[str, Callable[..., NoReturn]] = {
     name: _stand_in(name) for name in dict.fromkeys(name for kind in _LINES for name in kind.functions)
 }
 """The functions that represent the runtime's functions in a graph, by name."""
-NAMES = frozenset({*FUNCTIONS, "torch", "unbox", "aten", "ops", "box", "graph"})
+NAMES = frozenset({*FUNCTIONS, "torch", "unbox", "aten", "ops", "box", "graph", "chunked"})
 """Reserved names in a printed program, which no value may have."""
 
 

@@ -24,6 +24,7 @@ from zcompile.ir.liveness import memory_of_result
 from zcompile.ir.operation import Data, Operation, Phase, data, given_to, set_data
 from zcompile.ir.operators import known
 from zcompile.ir.ops import Call, Compute, Input, Item, Kind, Parameter, Placeholder, Shards
+from zcompile.ir.placement import RowLoop, placement_of
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.region import Region
@@ -201,7 +202,7 @@ class _Parser:
             )
         values = value_of(end.value, scope.names)
         set_data(scope.graph.output(tuple(values) if len(values) > 1 else values[0]), Data(ops.Results()))
-        return Region(function.name, scope.graph, tuple(takes), fixed=_fixed(function))
+        return Region(function.name, scope.graph, tuple(takes), **_decorated(function))
 
     def _phase(self, function: ast.FunctionDef, scope: _Scope, results: dict[str, Any]) -> None:
         for name, line in _unboxed(function):
@@ -285,7 +286,7 @@ class _Parser:
             given = (source, index)
             node = scope.graph.create_node("call_function", operator.getitem, given, name=member_name(name, index))
             view, storage = memory_of_result(region, index)
-            type_ = _Type(data(region.outputs[index]).type, view, margin.replicated, storage)
+            type_ = _Type(region.result_type(index), view, margin.replicated, storage)
             members.append(self._typed(node, type_.data(Item(index), scope.phase, margin.source)))
         return members
 
@@ -430,20 +431,42 @@ def _take(source: str, line: int) -> tuple[int, int | None]:
     return int(match[1]), int(match[2]) if match[2] else None
 
 
-def _fixed(function: ast.FunctionDef) -> frozenset[int] | None:
-    """Parse the placeholders with a fixed address of a captured region: `@cuda_graph(fixed=[0, 1])`."""
-    match function.decorator_list:
-        case []:
-            return None
-        case [
-            ast.Call(func=ast.Name(id="cuda_graph"), args=[], keywords=[ast.keyword(arg="fixed", value=ast.List(elts))])
-        ]:
-            values = [element.value for element in elts if isinstance(element, ast.Constant)]
-            numbers = frozenset(value for value in values if isinstance(value, int))
-            if len(numbers) == len(elts):
-                return numbers
+def _decorated(function: ast.FunctionDef) -> dict[str, Any]:
+    """Parse the decorators of a region: its placeholders with a fixed address, and the loop that runs it.
+
+    They are printed as `@cuda_graph(fixed=[0, 1])` and `@chunked(rows=8, size=2, takes=[0, None], gives=['sum'])`.
+    """
+    found: dict[str, Any] = {}
+    for decorator in function.decorator_list:
+        match decorator:
+            case ast.Call(func=ast.Name(id="cuda_graph"), args=[], keywords=[ast.keyword(arg="fixed", value=listed)]):
+                found["fixed"] = frozenset(_listed(listed, function))
+                if not all(type(number) is int for number in found["fixed"]):
+                    raise _undecorated(function)
+            case ast.Call(func=ast.Name(id="chunked"), args=[], keywords=keywords):
+                found["rows"] = _loop({one.arg: literal(one.value) for one in keywords if one.arg}, function)
+            case _:
+                raise _undecorated(function)
+    return found
+
+
+def _listed(expression: ast.expr, function: ast.FunctionDef) -> list[Any]:
+    if not isinstance(expression, ast.List) or not all(isinstance(one, ast.Constant) for one in expression.elts):
+        raise _undecorated(function)
+    return list(literal(expression))
+
+
+def _loop(said: Mapping[str, Any], function: ast.FunctionDef) -> RowLoop:
+    try:
+        takes, gives = (tuple(map(placement_of, said[side])) for side in ("takes", "gives"))
+        return RowLoop(int(said["rows"]), int(said["size"]), takes, gives, str(said.get("factor", "")))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _undecorated(function) from error
+
+
+def _undecorated(function: ast.FunctionDef) -> ParseError:
     fix = "write `@cuda_graph(fixed=[0, 1])`, with the numbers of arguments, or leave it out"
-    raise ParseError(f"line {function.lineno}", f"{function.name} has a decorator that says nothing", fix)
+    return ParseError(f"line {function.lineno}", f"{function.name} has a decorator that says nothing", fix)
 
 
 def _unboxed(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:

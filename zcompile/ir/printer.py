@@ -100,13 +100,13 @@ class Function:
     name: str
     arguments: list[str]
     body: list[str]
-    decorator: str = ""
+    decorators: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        decorator = [f"@{self.decorator}"] if self.decorator else []
+        decorators = [f"@{decorator}" for decorator in self.decorators]
         arguments = (f"        {line}" for line in self.arguments)
         body = (f"    {line}" for line in self.body)
-        return "\n".join([*decorator, f"def {self.name}(box):", "    (", *arguments, "    ) = unbox(box)", *body])
+        return "\n".join([*decorators, f"def {self.name}(box):", "    (", *arguments, "    ) = unbox(box)", *body])
 
 
 def render(program: ProgramGraph, *, regions: bool = False, units: bool = False) -> str:
@@ -466,11 +466,10 @@ def _list(values: Iterable[Any]) -> str:
 
 
 def _region_function(region: Region) -> Function:
-    """Return a region as a function; one captured as a CUDA graph lists its placeholders with fixed addresses."""
-    function = _function(region.name, *_region_lines(region))
-    return (
-        function if region.fixed is None else replace(function, decorator=f"cuda_graph(fixed={sorted(region.fixed)})")
-    )
+    """Return a region as a function; its decorators say what loop runs it, and that it is captured as a CUDA graph."""
+    loop = [f"chunked({region.rows})"] if region.rows is not None else []
+    graph = [f"cuda_graph(fixed={sorted(region.fixed)})"] if region.fixed is not None else []
+    return replace(_function(region.name, *_region_lines(region)), decorators=(*graph, *loop))
 
 
 def _region_lines(region: Region) -> tuple[list[TextLine], list[TextLine]]:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile.ir.operation import op_of
+from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Item, is_part
+from zcompile.ir.placement import RowLoop
+from zcompile.ir.tensor_type import TensorType
 from zcompile.torch_internals.pytree import tree_map_only
 
 
@@ -33,11 +35,24 @@ class Region:
     fixed: frozenset[int] | None = None
     """For a region captured as a CUDA graph, the numbers of the placeholders with the same address in each step; else
     None."""
+    rows: RowLoop | None = None
+    """The loop that runs the graph, with some rows of its arguments in each turn; None if it runs once."""
 
     @property
     def outputs(self) -> tuple[Any, ...]:
         (result,) = self.graph.output_node().args
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+    @property
+    def turns(self) -> float:
+        """How often a loop runs the graph; the last turn counts by its rows. 1 without a loop."""
+        return 1.0 if self.rows is None else self.rows.rows / self.rows.size
+
+    def result_type(self, index: int) -> TensorType | None:
+        """Return the type of a result, for all rows if a loop runs the graph."""
+        output = self.outputs[index]
+        type_ = data(output).type if isinstance(output, fx.Node) else None
+        return type_ if self.rows is None else self.rows.whole(type_, self.rows.gives[index])
 
     def printed_nodes(self) -> Iterator[fx.Node]:
         """Yield the values named in the region's text, in its order, which parsing preserves."""
@@ -49,12 +64,17 @@ class Region:
     def key(self) -> str:
         """Return a key that is equal for regions that compile to the same code: all but the names of values."""
         number = {node: index for index, node in enumerate(self.graph.nodes)}
-        lines = [str(self.takes)]
+        lines = [str(self.takes), *([str(self.rows)] if self.rows else [])]
         for node in self.graph.nodes:
             args, kwargs = tree_map_only(fx.Node, lambda source: _Number(number[source]), (node.args, node.kwargs))
             target = graph_text(self.modules[str(node.target)]) if node.op == "get_attr" else node.target
             lines.append(f"{node.op} {'' if node.op == 'placeholder' else target} {args} {kwargs} {_memory(node)}")
         return "\n".join(lines)
+
+
+def region_name(number: int, loop: RowLoop | None) -> str:
+    """Return the name of a region, which says if a loop over rows runs it."""
+    return f"region_{number}" if loop is None else f"region_{number}_in_chunks"
 
 
 def graph_text(module: fx.GraphModule) -> str:

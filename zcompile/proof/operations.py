@@ -16,11 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from zcompile.ir.operation import data, op_of
 from zcompile.ir.operators import is_known
+from zcompile.ir.ops import Chunked, chunked
+from zcompile.ir.placement import WHOLE, Divided, RowLoop
 from zcompile.ir.region import Region, graph_text
+from zcompile.ir.row_axes import MixedRowsError, resized
+from zcompile.ir.rows import Placements, is_scaled
 from zcompile.ir.shared_memory import root_of
 from zcompile.ir.side_effects import draws, is_opaque, is_random
-from zcompile.proof.terms import DRAW, DRAWN_UNDER, ITEM, LIST, PAIR, STATE, Terms
+from zcompile.proof.terms import DRAW, DRAWN_UNDER, FACTOR, ITEM, LIST, PAIR, PER, STATE, Terms
 from zcompile.torch_internals.operators import (
     HigherOrderOperator,
     OpOverload,
@@ -84,6 +89,8 @@ class GraphTerms:
         """Evaluate an operation, whose arguments are in `values`; store its term there and return it."""
         if node.op == "get_attr":
             result = self.terms.make(("graph", graph_text(self.modules[str(node.target)])))
+        elif node.target is chunked:
+            result = self._chunked(node)
         elif node.op == "call_function" and _is_operation(node.target):
             result = self._result(node)
             if _may_do_more(node.target) and is_opaque(self._operation_of(node)):
@@ -96,6 +103,18 @@ class GraphTerms:
             self._views.setdefault(root, []).append(node)
         return result
 
+    def _chunked(self, node: fx.Node) -> int:
+        """Return the list of a loop's results: what its graph computes of all rows."""
+        graph, *given = node.args
+        assert isinstance(graph, fx.Node), "a loop has a graph"
+        body, loop = self.modules[str(graph.target)].graph, op_of(node, Chunked).loop
+        for value, inner, placement in zip(given, body.find_nodes(op="placeholder"), loop.takes, strict=True):
+            wanted = loop.whole(data(inner).type, placement)
+            if not isinstance(value, fx.Node) or data(value).type != wanted:
+                raise UnknownOperationError(node, f"{node.name} takes {value}, and not {wanted}")
+        terms = rows_terms(body, loop, [self.term(value) for value in given], self.terms)
+        return self.terms.make((LIST, *terms))
+
     def _operation_of(self, node: fx.Node) -> Any:
         """Return the operation that a line calls, directly or under a saved or restored generator state."""
         if node.target is saved_random or node.target is replayed_random:
@@ -105,14 +124,24 @@ class GraphTerms:
             return operation
         return node.target
 
+    def evaluate_as(self, node: fx.Node, args: Sequence[Any]) -> None:
+        """Evaluate an operation of a loop over rows with other arguments in place of its own."""
+        if node.target is operator.getitem:
+            self.values[node] = self._applied(ITEM, args, node.kwargs)
+        elif _is_plain(node.target) and node.target not in _BY_STRIDES:
+            self.values[node] = self._plain(node, args)
+        else:
+            raise UnknownOperationError(node, f"{node.name} calls {node.target}, which treats rows in no known way")
+
+    def _plain(self, node: fx.Node, args: Sequence[Any]) -> int:
+        if node.target in _SAME and not node.kwargs:
+            return self.term(args[0])
+        return self._applied(node.target, args, node.kwargs)
+
     def _result(self, node: fx.Node) -> int:
         target, terms = node.target, self.terms
         if _is_plain(target):
-            if target in _SAME and not node.kwargs:
-                return self.term(node.args[0])
-            if target in _BY_STRIDES:
-                return self._by_strides(node)
-            return self._applied(target, node.args, node.kwargs)
+            return self._by_strides(node) if target in _BY_STRIDES else self._plain(node, node.args)
         if target is saved_random:
             return self._saved(node)
         if target is replayed_random:
@@ -248,6 +277,9 @@ class Regions:
 def _evaluated(region: Region, terms: Terms) -> RegionTerms:
     placeholders = region.graph.find_nodes(op="placeholder")
     leaves = [terms.make(("argument", str(number))) for number in range(len(placeholders))]
+    if region.rows is not None:
+        looped = tuple(rows_terms(region.graph, region.rows, leaves, terms))
+        return RegionTerms(tuple(leaves), (), looped, (), (), _varying({*leaves}, looped, terms))
     graph = GraphTerms(terms, region.modules, dict(zip(placeholders, leaves, strict=True)), _REGION_DRAW)
     for node in region.graph.nodes:
         if node.op not in ("placeholder", "output"):
@@ -256,9 +288,66 @@ def _evaluated(region: Region, terms: Terms) -> RegionTerms:
     results = tuple(map(graph.term, region.outputs))
     writes = tuple((placeholders.index(node), term) for node, term in graph.writes if node in placeholders)
     opaque = tuple((name, term) for _, name, term in graph.opaque)
-    varying, body = {*leaves, *draws}, []
-    for term in terms.below([*results, *(term for _, term in (*writes, *opaque))]):
+    body = _varying({*leaves, *draws}, [*results, *(term for _, term in (*writes, *opaque))], terms)
+    return RegionTerms(tuple(leaves), tuple(draws), results, writes, opaque, body)
+
+
+def _varying(varying: set[int], roots: Sequence[int], terms: Terms) -> tuple[int, ...]:
+    """Return the terms below `roots` that are computed from some of `varying`, which grows by them, in order."""
+    body = []
+    for term in terms.below(roots):
         if term not in varying and not varying.isdisjoint(terms.keys[term][1:]):
             varying.add(term)
             body.append(term)
-    return RegionTerms(tuple(leaves), tuple(draws), results, writes, opaque, tuple(body))
+    return tuple(body)
+
+
+def rows_terms(graph: fx.Graph, loop: RowLoop, arguments: Sequence[int], terms: Terms) -> list[int]:
+    """Return the terms of a loop's results, given those of its arguments.
+
+    Operations that treat rows alike compute of all rows, one turn's after the other's, what they compute of each
+    turn's; those that add up over rows give partial sums, which add up to that of all rows. So the results are those of
+    the operations on all rows, with the shapes of all rows among their arguments. What is linear in the factor, and
+    computed with 1 in its place, is a term per factor: its product with a number is the term with that in its place.
+
+    Raises:
+        UnknownOperationError: an operation mixes rows, or a result is neither joined nor added up.
+    """
+    lifted = GraphTerms(terms, {}, dict(zip(graph.find_nodes(op="placeholder"), arguments, strict=True)))
+    placed, results = Placements(loop.size), graph.output_node().args[0]
+    results = results if isinstance(results, (list, tuple)) else [results]
+    try:
+        placed.place(graph, dict(zip(graph.find_nodes(op="placeholder"), loop.takes, strict=True)))
+    except MixedRowsError as error:
+        raise UnknownOperationError(error.node, f"{error.node.name}: {error}") from error
+    operations = [node for node in graph.nodes if node.op == "call_function"]
+    (factor,) = [node for node in operations if node.name == loop.factor] or [None]
+    if factor is not None and not _is_one(factor):
+        raise UnknownOperationError(factor, f"{factor.name} is the factor, and not 1")
+    for node in operations:
+        if node is factor:
+            lifted.values[node] = terms.make((FACTOR, *arguments))
+        else:
+            placement = placed.of.get(node)
+            dim = placement.dim if isinstance(placement, Divided) else None
+            lifted.evaluate_as(node, resized(node, dim, loop.size, loop.rows))
+    found = []
+    for node, gives in zip(results, loop.gives, strict=True):
+        if not isinstance(node, fx.Node) or gives is WHOLE or placed.of.get(node) != gives:
+            raise UnknownOperationError(graph.output_node(), f"{node} is said to have its rows at {gives}")
+        found.append(_per_factor(lifted, operations, factor, node))
+    return found
+
+
+def _per_factor(lifted: GraphTerms, operations: Sequence[fx.Node], factor: fx.Node | None, result: fx.Node) -> int:
+    term, terms = lifted.term(result), lifted.terms
+    leaf = lifted.values[factor] if factor is not None else -1
+    if factor is None or leaf not in terms.below([term]):
+        return term
+    if not is_scaled(operations, factor, [result]):
+        raise UnknownOperationError(result, f"{result.name} is not linear in {factor.name}")
+    return terms.make((PER, leaf, term))
+
+
+def _is_one(node: fx.Node) -> bool:
+    return node.target is _aten.full.default and node.args[0] == [] and bool(node.args[1] == 1)

@@ -38,9 +38,12 @@ Key = tuple[Any, ...]
 argument."""
 CONSTANT, LIST = "constant", "list"
 ITEM, PAIR = "item", "pair"
+FACTOR, PER = "factor", "per"
+"""A number in which a loop over rows is linear, and a result of the loop, in which it stands for 1."""
 STATE, DRAW, DRAWN_UNDER = "generator state", "draw", "draw under"
 """The generator state before a draw; a draw by its number; the draw made under a state."""
 
+_PRODUCT = torch.ops.aten.mul.Tensor
 _EQUAL_IF_ALIKE = frozenset({int, str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 """Types whose equal values have equal reprs, unlike 0.0 and -0.0."""
 
@@ -62,7 +65,7 @@ class Terms:
         for rule in self.rules:
             assert not isinstance(rule.left, Variable), "a rule's pattern is a call"
             self._by_head.setdefault(rule.left.head, []).append(rule)
-        self._simplified = frozenset({ITEM, DRAWN_UNDER, *self._by_head})
+        self._simplified = frozenset({ITEM, DRAWN_UNDER, _PRODUCT, *self._by_head})
 
     def make(self, key: Key) -> int:
         """Return the term of `key`, in normal form."""
@@ -111,14 +114,25 @@ class Terms:
         head = key[0]
         if head == ITEM:
             pair, index = self.keys[key[1]], self.keys[key[2]]
-            return int(pair[1 + int(index[2])]) if pair[0] == PAIR and index[0] == CONSTANT else None
+            return int(pair[1 + int(index[2])]) if pair[0] in (PAIR, LIST) and index[0] == CONSTANT else None
+        if head is _PRODUCT and len(key) == 3 and self.keys[key[1]][0] == PER:
+            _, factor, term = self.keys[key[1]]
+            return self._scaled(factor, term, key[2])
         if head == DRAWN_UNDER:
             state = self.keys[key[1]]
             return int(state[1]) if state[0] == STATE else None
-        for rule in self._by_head[head]:
+        for rule in self._by_head.get(head, ()):
             if (found := match(rule.left, key, self.keys)) is not None:
                 return self._replaced(rule.right, found)
         return None
+
+    def _scaled(self, factor: int, term: int, number: int) -> int:
+        """Return a term that is linear in a factor with a number in its place."""
+        values = {factor: number}
+        for part in self.below([term]):
+            if part not in values and any(type(one) is int and one in values for one in self.keys[part]):
+                self.instances([part], values)
+        return values[term]
 
     def _replaced(self, pattern: Pattern, found: dict[str, Key]) -> int:
         if isinstance(pattern, Variable):

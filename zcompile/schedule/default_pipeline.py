@@ -16,6 +16,7 @@ from zcompile.ir.program import Program
 from zcompile.passes.accumulate_gradients import accumulate_gradients
 from zcompile.passes.assign_units import assign_units
 from zcompile.passes.capture_graphs import capture_graphs
+from zcompile.passes.chunk_rows import chunk_rows
 from zcompile.passes.defer_weights import defer_weights
 from zcompile.passes.gather_ahead import gather_ahead
 from zcompile.passes.insert_gathers import insert_gathers
@@ -38,7 +39,16 @@ from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.passes.sink_waits import sink_waits
 from zcompile.passes.split_large import split_large
 from zcompile.passes.split_phases import split_phases
-from zcompile.schedule.option_checks import CudaGraphs, bytes_of, check_prefetch, check_stage, checkpoint_of, offload_of
+from zcompile.schedule.option_checks import (
+    Chunk,
+    CudaGraphs,
+    bytes_of,
+    check_chunk,
+    check_prefetch,
+    check_stage,
+    checkpoint_of,
+    offload_of,
+)
 from zcompile.schedule.pipeline import Pass, Pipeline, Trait
 
 Partition = Literal["min_cut", "default"]
@@ -93,6 +103,7 @@ def pipeline(
     offload_activations: str | None = None,
     partition_activations: bool = False,
     cuda_graphs: CudaGraphs = False,
+    chunk: Chunk = None,
 ) -> Pipeline:
     """Return the passes that make a ZeRO program, in the order derived from their facts; prints as a table.
 
@@ -115,6 +126,7 @@ def pipeline(
         partition_activations: Shard saved activations that are the same on all tensor-parallel ranks.
         cuda_graphs: Capture regions as CUDA graphs, with gathered parameters and copied gradients at fixed addresses;
             or "step", for a step that is captured as a whole, and in which nothing is gathered for the next one.
+        chunk: The most rows, such as tokens, for which wide values, such as logits, are computed at once.
 
     Raises:
         OptionError: a stage outside 0 to 3, a negative prefetch, an invalid size, or an unknown checkpoint setting.
@@ -135,7 +147,7 @@ def pipeline(
     last += _arenas(activations=budget is not None, arenas=arenas, graphs=cuda_graphs is True)
     recompute = _recomputes(budget, [*passes, *last], fuses=partition == "min_cut", whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
-    chosen = (split, ASSIGN, *recompute, *passes, *_within(limit, kept), *last)
+    chosen = (*_chunks(chunk, whole=whole), split, ASSIGN, *recompute, *passes, *_within(limit, kept), *last)
     return Pipeline(STAGES[stage], chosen, (facts.VOLUME_RIGHT, *goals))
 
 
@@ -230,6 +242,14 @@ def _regions(partition: Partition) -> tuple[Pass, Pass]:
         Pass("split_phases", split, ensures=(facts.PHASES_SPLIT,), traits=Trait.BEFORE_LAYOUT),
         Pass("outline_regions", outline, (facts.UNITS_ASSIGNED,), (facts.REGIONS_OUTLINED,)),
     )
+
+
+def _chunks(chunk: Chunk, *, whole: bool) -> list[Pass]:
+    """Return the pass that computes wide values in chunks of rows, if any are."""
+    check_chunk(chunk)
+    if chunk is None:
+        return []
+    return [Pass("chunk_rows", partial(chunk_rows, rows=chunk, whole=whole), traits=Trait.BEFORE_LAYOUT)]
 
 
 def _schedule(prefetch: int, *, bounded: bool, consumed: bool) -> tuple[Pass, Pass, Pass]:

@@ -17,6 +17,16 @@ BACKENDS = ("inductor", "eager")
 CudaGraphs = bool | Literal["step"]
 """What is captured as CUDA graphs: nothing, each region between two communications, or a whole train step."""
 
+Chunk = int | None
+"""The most rows for which wide values are computed at once."""
+
+
+def check_chunk(chunk: object) -> None:
+    """Raise OptionError unless `chunk` is a number of rows, or None."""
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        fix = "give how many rows, such as tokens, are computed at once, or leave it out"
+        raise OptionError("chunk", f"{chunk!r} is no number of rows", fix)
+
 
 def check_stage(stage: object) -> None:
     """Raise OptionError unless `stage` is a ZeRO stage."""

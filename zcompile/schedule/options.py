@@ -18,9 +18,11 @@ from zcompile.schedule.default_pipeline import UPDATES, Schedule, pipeline
 from zcompile.schedule.option_checks import (
     AUTO,
     FLAT,
+    Chunk,
     CudaGraphs,
     bytes_of,
     check_backend,
+    check_chunk,
     check_dtype,
     check_gather_wire,
     check_graphs,
@@ -31,9 +33,10 @@ from zcompile.schedule.option_checks import (
     checkpoint_of,
 )
 from zcompile.schedule.pipeline import Pass, Pipeline, Trait
+from zcompile.torch_internals.inductor import loss_decompositions
 
 _UPDATING = frozenset(step.name for step in UPDATES)
-_OF_PASSES = ("memory_limit", "arenas", "offload_activations", "partition_activations", "cuda_graphs")
+_OF_PASSES = ("memory_limit", "chunk", "arenas", "offload_activations", "partition_activations", "cuda_graphs")
 """Options that `pipeline` takes as they are given."""
 _OWN = "a rank's own"
 _PLACE = "each rank may have another disk"
@@ -55,6 +58,7 @@ class MemoryOptions(TypedDict, total=False):
     arenas: bool
     offload_activations: str | None
     cuda_graphs: CudaGraphs
+    chunk: Chunk
 
 
 class InspectionOptions(TypedDict, total=False):
@@ -130,6 +134,7 @@ class Options:
     partition_activations: bool = False
     offload_parameters: str | None = field(default=None, metadata={_PLACE: True})
     cuda_graphs: CudaGraphs = False
+    chunk: Chunk = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dump", os.environ.get("ZCOMPILE_DUMP") if self.dump is None else self.dump)
@@ -144,6 +149,7 @@ class Options:
         check_gather_wire(self.outer_gather_dtype, self.stage, divides=divides)
         checkpoint_of(self.checkpoint)
         check_graphs(self.cuda_graphs)
+        check_chunk(self.chunk)
         keeping = [option for option in ("cuda_graphs", "arenas") if getattr(self, option)]
         if self.memory_limit is not None and keeping:
             fix = "leave one of the two out: an arena has room for what is alive at most, and has it all the time"
@@ -188,6 +194,11 @@ class Options:
     def divides_outside(self) -> bool:
         """True if both axes divide shards."""
         return self.shard is not None and self.shard not in (Hybrid.HSDP, AUTO)
+
+    @property
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]] | None:
+        """What operations of a step are decomposed into as it is traced."""
+        return loss_decompositions(fuses=self.backend == "inductor", chunks=self.chunk is not None)
 
     @property
     def limit(self) -> int | None:

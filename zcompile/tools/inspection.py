@@ -98,8 +98,10 @@ def of_subject(
 ) -> Inspected:
     """Run the passes on the model's program for `world` ranks, with decisions of the cost model for `hardware`."""
     given = subject.model, subject.args, subject.kwargs
-    fuses = options.backend == "inductor"
-    traced = trace(*given, dtype=options.dtype, units=units, whole=whole, device=hardware.device, fuses=fuses)
+    fuses, chunks = options.backend == "inductor", options.chunk is not None
+    traced = trace(
+        *given, dtype=options.dtype, units=units, whole=whole, device=hardware.device, fuses=fuses, chunks=chunks
+    )
     axes = axes_over(subject.model, world)
     layout = make_layout(subject.model, STAGES[options.stage], axes, units, options.precision, whole)
     schedule = replace(options.schedule, bucket=bucket_for(guess_for(hardware.device)))
@@ -131,8 +133,10 @@ def of_pipeline(
     (pipeline, data), (schedule, microbatches, split) = mesh, asked
     table, results = action_table(schedule, pipeline, microbatches), FlatResults()
     given = subject.model, subject.args, subject.kwargs
-    fuses = options.backend == "inductor"
-    traced = trace(*given, dtype=options.dtype, units=units, device=hardware.device, results=results, fuses=fuses)
+    fuses, chunks = options.backend == "inductor", options.chunk is not None
+    traced = trace(
+        *given, dtype=options.dtype, units=units, device=hardware.device, results=results, fuses=fuses, chunks=chunks
+    )
     check_traced(traced, len(results.names or ()))
     axes = Axis(PIPELINE, AxisKind.PIPELINE, pipeline, data), Axis(DATA, AxisKind.SHARD, data)
     layout = make_layout(subject.model, STAGES[options.stage], axes, units, options.precision)

@@ -28,6 +28,7 @@ from zcompile.runtime.device import HOST
 from zcompile.runtime.tensors.placement import Placing
 from zcompile.tools.gpu_autocast import autocast_of
 from zcompile.torch_internals.dtensor import local_tensor
+from zcompile.torch_internals.inductor import loss_decompositions
 from zcompile.torch_internals.pytree import tree_map_only
 
 
@@ -44,6 +45,7 @@ def trace(
     loss_fn: Callable[..., Any] | None = None,
     results: Callable[[Any], Any] | None = None,
     fuses: bool = True,
+    chunks: bool = False,
 ) -> Program:
     """Trace `model(*args, **kwargs)` and its backward into a program, laid out for stage 3 in a world of one.
 
@@ -51,8 +53,8 @@ def trace(
 
     The model and tensor arguments may be on meta; they are traced as if on the CPU, without values. With a 16-bit
     `dtype`, operations use the dtypes of autocast on `device`, a kind such as "cuda". `fuses` is false for a step of
-    `backend="eager"`. The model is not changed. For a model that `parallelize_module` has divided, the program is that
-    of this rank.
+    `backend="eager"`, and `chunks` true for one with `chunk=`. The model is not changed. For a model that
+    `parallelize_module` has divided, the program is that of this rank.
 
     Raises:
         ModelError: the model has no parameters, is sharded already, or has DTensors other than by tensor parallelism,
@@ -73,7 +75,8 @@ def trace(
     names = tuple(signature.parameters)[1:]
     called = CallSpec(lambda *a, **k: results(call(*a, **k)) if results else call(*a, **k), given[0], given[1], names)
     with autocast_of(device), autocast(HOST, dtype):
-        program = StepTrace(model, layout, called, torch.device(HOST), type(model).__name__, fuses=fuses).program
+        given = model, layout, called, torch.device(HOST), type(model).__name__
+        program = StepTrace(*given, decompositions=loss_decompositions(fuses=fuses, chunks=chunks)).program
     if not program.has_backward:
         fix = "let it return a loss, or outputs that depend on parameters with requires_grad"
         raise CaptureError(type(model).__name__, "has no backward: its output does not require grad", fix)

@@ -149,18 +149,36 @@ def force_stride_order() -> OpOverload:
     return operation
 
 
-def loss_decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """What is decomposed as a step is traced that Inductor compiles, and decomposes anyway.
+def loss_decompositions(*, fuses: bool, chunks: bool = False) -> Mapping[Any, Callable[..., Any]] | None:
+    """What is decomposed as a step is traced; None for nothing.
 
-    torch's partitioner recomputes no `_log_softmax`, but what it consists of: under autocast the logits are saved as
-    they are multiplied, in 16 bits, in place of their log-probabilities in 32.
+    `fuses`: for a step that Inductor compiles, and decomposes anyway. torch's partitioner recomputes no `_log_softmax`,
+    but what it consists of: under autocast the logits are saved as they are multiplied, in 16 bits, in place of their
+    log-probabilities in 32. `chunks`: for losses that are computed in chunks of rows, and means of all chunks.
     """
+    if not fuses and not chunks:
+        return None
     aten = torch.ops.aten
     losses = [aten.nll_loss_forward, aten.nll_loss_backward, aten.nll_loss2d_forward, aten.nll_loss2d_backward]
-    table: Mapping[Any, Callable[..., Any]] = get_decompositions(
-        [aten._log_softmax, aten._log_softmax_backward_data, *losses]
-    )
-    return table
+    losses += [aten._log_softmax, aten._log_softmax_backward_data] if fuses else []
+    losses += [getattr(aten, name) for name in _OF_ROWS] if chunks else []
+    table: Mapping[Any, Callable[..., Any]] = get_decompositions(losses)
+    return {**table, aten.mean.default: _mean} if chunks else table
+
+
+def _mean(given: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A sum of all elements, and a division; as in torch's kernel, 16-bit elements are added up in 32 bits."""
+    result = dtype or given.dtype
+    added = given.sum(dtype=torch.float32 if result.itemsize < 4 else result)
+    return (added / given.numel()).to(result)
+
+
+_OF_ROWS = [
+    f"{loss}{half}"
+    for loss in ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss", "soft_margin_loss")
+    for half in ("", "_backward")
+]
+"""Losses that one operation computes of all rows, and reduces."""
 
 
 def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:

@@ -1,0 +1,316 @@
+"""Wide values in chunks of rows: losses as users write them, against the same steps without chunks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zcompile
+from tests.cases import quickly
+from tests.compare import gradients
+from tests.threads import Threads
+from zcompile import OptionError
+from zcompile.ir.operation import data
+from zcompile.ir.placement import PARTIAL
+
+WORDS, WIDTH, LENGTH, BATCH = 96, 8, 10, 4
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """An embedding, a layer, and a head that is much wider than both."""
+
+    def __init__(self, loss: Loss, *, tied: bool = False, frozen: bool = False, rank: int = 0) -> None:
+        super().__init__()
+        self.tokens, self.layer = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=rank > 0)
+        self.teacher = nn.Linear(WIDTH, WORDS, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, rank or 1, bias=False), nn.Linear(rank or 1, WORDS, bias=False)
+        self.loss, self.rank = loss, rank
+        if tied:
+            self.head.weight = self.tokens.weight
+        self.head.weight.requires_grad_(not frozen)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.layer(self.tokens(tokens)))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        hidden = self.hidden(tokens)
+        logits: Tensor = self.head(hidden)
+        return logits + self.up(self.down(hidden)) if self.rank else logits
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(self, tokens, targets)
+
+
+def flat(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.view(-1, logits.size(-1)), targets.reshape(-1)
+
+
+def cross_entropy(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(*flat(model.logits(tokens), targets), ignore_index=-1)
+
+
+def transposed(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model.logits(tokens).transpose(1, 2), targets, ignore_index=-1)
+
+
+def smoothed(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(*flat(model.logits(tokens), targets), ignore_index=-1, label_smoothing=0.1)
+
+
+def capped(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = 3 * torch.tanh(model.logits(tokens) / 3)
+    return F.cross_entropy(*flat(logits, targets), ignore_index=-1)
+
+
+def with_z_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits, targets = flat(model.logits(tokens).float(), targets)
+    z = torch.logsumexp(logits, -1)
+    return F.cross_entropy(logits, targets, ignore_index=-1) + 1e-2 * (z**2).mean()
+
+
+def shifted_labels(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    """As in transformers today, with the number of items in a batch of several micro-batches."""
+    logits = model.logits(tokens).float()
+    labels = F.pad(targets.masked_fill(targets < 0, -100), (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(*flat(logits, labels), ignore_index=-100, reduction="sum") / 77
+
+
+def shifted_logits(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    """As in transformers before."""
+    logits = model.logits(tokens)[..., :-1, :].contiguous()
+    return F.cross_entropy(*flat(logits, targets[..., 1:].contiguous()), ignore_index=-1)
+
+
+def distilled(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    student, teacher = model.logits(tokens), model.teacher(model.hidden(tokens))
+    return F.kl_div(F.log_softmax(student, -1), F.softmax(teacher, -1), reduction="batchmean")
+
+
+def weighted(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    each = F.cross_entropy(*flat(model.logits(tokens), targets.clamp(min=0)), reduction="none")
+    weights = torch.sigmoid(tokens.float().view(-1) / 50)
+    return (each * weights).sum() / weights.sum()
+
+
+def preferred(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    """DPO: what is chosen and what is rejected, by the sums of log-probabilities of their tokens."""
+    logps = F.log_softmax(model.logits(tokens), -1)
+    picked = logps.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    chosen, rejected = (picked * (targets >= 0)).sum(-1).chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def squared(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(model.logits(tokens), model.teacher(model.hidden(tokens)).detach())
+
+
+LOSSES: dict[str, Loss] = {
+    loss.__name__: loss
+    for loss in (
+        *(cross_entropy, transposed, smoothed, capped, with_z_loss, shifted_labels, shifted_logits, distilled),
+        *(weighted, preferred, squared),
+    )
+}
+AHEAD = LOSSES.keys() - {"preferred"}
+"""Losses whose gradients are known but for one number."""
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tied": True},
+    "frozen": {"frozen": True},
+    "lora": {"rank": 2},
+}
+
+
+def batch(step: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens, targets = (torch.randint(WORDS, (BATCH, LENGTH), generator=generator) for _ in range(2))
+    targets[0, :3] = -1
+    return tokens, targets
+
+
+def made(loss: str, head: str = "plain") -> Model:
+    torch.manual_seed(0)
+    return Model(LOSSES[loss], **HEADS[head])
+
+
+def trained(model: nn.Module, compiled: Any, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    losses = []
+    for step in range(steps):
+        tokens, targets = batch(step)
+        loss = compiled(tokens, targets)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        if step < steps - 1:
+            optimizer.zero_grad()
+    return losses, {name: grad.clone() for name, grad in gradients(model).items() if grad is not None}
+
+
+def against_whole(rank: int, loss: str, head: str, **options: Any) -> Any:
+    """The compiled model, after three steps that were those of the same without chunks."""
+    model, plain = made(loss, head), made(loss, head)
+    compiled = zcompile.compile(model, backend="eager", chunk=12, **options)
+    found = trained(model, compiled)
+    whole = trained(plain, zcompile.compile(plain, backend="eager", **options))
+    assert found[0] == pytest.approx(whole[0], rel=1e-5)
+    assert found[1].keys() == whole[1].keys()
+    for name, gradient in whole[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=2e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    return compiled
+
+
+def program_of(compiled: Any) -> zcompile.Program:
+    return compiled._engine.runtime.steps[0].program  # type: ignore[no-any-return]
+
+
+def loops(program: zcompile.Program) -> list[Any]:
+    return [region for region in program.regions.values() if region.rows]
+
+
+@quickly(
+    "loss, head",
+    [(loss, head) for loss in LOSSES for head in HEADS],
+    [*((loss, "plain") for loss in LOSSES), *(("cross_entropy", head) for head in HEADS if head != "plain")],
+)
+def test_losses_are_those_without_chunks(without_group: None, loss: str, head: str) -> None:
+    """No value with the words of all rows is saved; gradients that are known but for a number come with the forward."""
+    program = program_of(against_whole(0, loss, head))
+    wide = BATCH * (LENGTH - 1) * WORDS
+    types = [found for node in program.graph.nodes if (found := data(node).type) is not None]
+    assert all(math.prod(found.shape) < wide for found in types), "no wide value is between regions"
+    assert len(loops(program)) == (1 if loss in AHEAD else 2)
+
+
+def in_stage(rank: int, stage: int, loss: str, head: str) -> int:
+    compiled = against_whole(rank, loss, head, stage=stage, prefetch=1)
+    program = program_of(compiled)
+    units = [unit.name for unit in program.layout.units if any("head" in param.name for param in unit.params)]
+    lines = [node for node in program.graph.nodes if type(data(node).op).__name__ == "AllGather"]
+    return sum(data(node).op.unit in units for node in lines)
+
+
+@quickly(
+    "stage, loss, head",
+    [(s, one, h) for s in range(4) for one in ("cross_entropy", "preferred", "distilled") for h in HEADS],
+    [(3, "cross_entropy", "plain"), (2, "distilled", "tied"), (1, "preferred", "lora"), (0, "cross_entropy", "frozen")],
+)
+def test_every_stage_computes_the_same_in_chunks(threads: Threads, stage: int, loss: str, head: str) -> None:
+    assert threads.run(2, in_stage, stage, loss, head)
+
+
+def in_order(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of hidden states and head, turn by turn: each for 1 in place of the factor, the sum in order."""
+    total, parts = None, []
+    for start in range(0, len(hidden), rows):
+        h, t = hidden[start : start + rows], targets[start : start + rows]
+        logps = F.log_softmax(h @ weight.t(), 1)
+        valid = (t != -1).unsqueeze(1)
+        ones = torch.zeros_like(logps).scatter(1, torch.where(valid, t.unsqueeze(1), 0), -1.0)
+        dlogps = ones * torch.where(valid, torch.ones(()), 0.0)
+        dlogits = torch.ops.aten._log_softmax_backward_data(dlogps, logps, 1, torch.float32)
+        part = dlogits.t() @ h
+        total = part if total is None else total + part
+        parts.append(dlogits @ weight)
+    assert total is not None
+    return torch.cat(parts) * factor, total * factor
+
+
+def one_sequence(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model.head(model.hidden(tokens)), targets, ignore_index=-1)
+
+
+def test_gradients_are_added_up_turn_by_turn(without_group: None) -> None:
+    """Bit for bit what plain PyTorch gives in that order."""
+    torch.manual_seed(0)
+    model = Model(one_sequence)
+    plain = copy.deepcopy(model)
+    tokens, targets = (value.flatten() for value in batch())
+    compiled = zcompile.compile(model, backend="eager", chunk=16)
+    compiled(tokens, targets).backward()
+    hidden = plain.hidden(tokens).detach().requires_grad_()
+    rows = loops(program_of(compiled))[0].rows.size
+    factor = torch.ones(()) / (targets != -1).sum().float()
+    dhidden, dweight = in_order(hidden.detach(), plain.head.weight.detach(), targets, rows, factor)
+    plain.hidden(tokens).backward(dhidden)
+    found = gradients(model)
+    assert rows == 14  # three turns of 40 rows, the last one shorter
+    assert torch.equal(found["head.weight"], dweight)
+    assert torch.equal(found["layer.weight"], plain.layer.weight.grad)  # type: ignore[arg-type]
+
+
+def test_sums_of_16_bits_are_added_up_in_32(without_group: None) -> None:
+    torch.manual_seed(0)
+    model = Model(one_sequence)
+    compiled = zcompile.compile(model, backend="eager", chunk=4, dtype=torch.bfloat16)
+    tokens, targets = (value.flatten() for value in batch())
+    compiled(tokens, targets).backward()
+    (region,) = loops(program_of(compiled))
+    sums = [region.result_type(i) for i, gives in enumerate(region.rows.gives) if gives is PARTIAL]
+    assert [type_.dtype for type_ in sums] == [torch.bfloat16]
+
+
+def test_an_evaluation_that_returns_logits_is_as_it_was(without_group: None) -> None:
+    """A training step computes them in chunks, and an evaluation of the same model returns them."""
+
+    def either(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(model, tokens, targets) if model.training else model.logits(tokens)
+
+    torch.manual_seed(0)
+    model = Model(either)
+    plain = copy.deepcopy(model)
+    compiled = zcompile.compile(model, backend="eager", chunk=12)
+    compiled(*batch()).backward()
+    compiled.eval()
+    with torch.no_grad():
+        found = compiled(*batch())
+    assert torch.equal(found, plain.eval()(*batch()))
+    assert "chunk_rows: not in chunks" in compiled.explain()
+
+
+def test_a_training_step_in_which_nothing_is_wide_is_refused(without_group: None) -> None:
+    def returned(model: Any, tokens: Tensor, targets: Tensor) -> Any:
+        logits = model.logits(tokens)
+        return F.cross_entropy(*flat(logits, targets), ignore_index=-1), logits
+
+    compiled = zcompile.compile(Model(returned), backend="eager", chunk=12)
+    with pytest.raises(OptionError, match=r"chunk: has no effect: .*: is returned"):
+        compiled(*batch())
+
+
+@pytest.mark.parametrize("chunk", [0, -1, True, 1.5, "many"])
+def test_what_is_no_number_of_rows_is_refused(chunk: Any) -> None:
+    with pytest.raises(OptionError, match="is no number of rows"):
+        zcompile.compile(Model(cross_entropy), chunk=chunk)
+
+
+def test_a_step_in_chunks_is_trained_as_by_a_loop(without_group: None) -> None:
+    """`train_step`, whose optimizer runs as gradients come."""
+    model, plain = made("cross_entropy"), made("cross_entropy")
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, plain)]
+    step = zcompile.train_step(model, lambda m, t, y: m(t, y), optimizers[0], backend="eager", chunk=12)
+    for number in range(2):
+        loss = step(*batch(number))
+        wanted = plain(*batch(number))
+        wanted.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        assert float(loss) == pytest.approx(float(wanted), rel=1e-5)
+    for name, value in plain.state_dict().items():
+        found = model.get_parameter(name).full_tensor()  # type: ignore[operator]
+        torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_program_in_chunks_is_read_as_it_is_printed(without_group: None) -> None:
+    program = program_of(against_whole(0, "preferred", "lora"))
+    text = program.text(regions=True)
+    assert zcompile.parse(text).text(regions=True) == text

@@ -1,0 +1,328 @@
+"""The axes of operations: which dimensions of their arguments and of their results stand for the same index.
+
+As letters do in an einsum. `aten.mm.default(x, w)` has the axes i, of `x` and the result, k, over which it adds up, and
+j, of `w` and the result. An operation that is not in the table has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile.ir.operation import data
+from zcompile.ir.ops import Item
+from zcompile.ir.placement import PARTIAL, Kept
+from zcompile.ir.side_effects import is_random
+from zcompile.torch_internals.operators import OpOverload, defaults_of, writes_arguments
+from zcompile.torch_internals.pytree import tree_leaves
+
+aten = torch.ops.aten
+
+
+def operators(names: str) -> frozenset[Any]:
+    """Return the operators of `names`: `sum sum.dim_IntList`, without an overload the default one."""
+    pairs = (name.partition(".") for name in names.split())
+    return frozenset(getattr(getattr(aten, packet), overload or "default") for packet, _, overload in pairs)
+
+
+class MixedRowsError(Exception):
+    """An operation mixes rows, or it is not known that it does not."""
+
+    def __init__(self, node: fx.Node, problem: str) -> None:
+        super().__init__(problem)
+        self.node = node
+
+
+@dataclass(frozen=True, slots=True)
+class IndexAxis:
+    """Dimensions of arguments, and for each result its dimension, PARTIAL if it adds up over them, or None."""
+
+    arguments: Mapping[fx.Node, int]
+    results: tuple[int | Kept | None, ...] = (None,)
+
+    @property
+    def mixes(self) -> bool:
+        return all(found is None for found in self.results)
+
+
+Axes = Iterator[IndexAxis]
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor; of any other value `()`."""
+    value = node.meta["val"]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """Return the tensors of which an operation reads numbers, each once."""
+    return [] if node.target in _NEW else _among(node.all_input_nodes)
+
+
+def _among(values: Iterable[Any]) -> list[fx.Node]:
+    return [one for one in values if isinstance(one, fx.Node) and isinstance(one.meta.get("val"), torch.Tensor)]
+
+
+def _pointwise(node: fx.Node) -> Axes:
+    """Dimensions are aligned from the right, and those of size 1 are the same for all rows."""
+    shape = shape_of(node)
+    for dim, size in enumerate(shape):
+        aligned = {source: dim - len(shape) + len(shape_of(source)) for source in tensors_of(node)}
+        yield IndexAxis({s: own for s, own in aligned.items() if own >= 0 and shape_of(s)[own] == size}, (dim,))
+
+
+def _lettered(equation: str) -> Callable[[fx.Node], Axes]:
+    """The axes of a product, in letters as for einsum."""
+    *operands, result = equation.replace("->", ",").split(",")
+
+    def axes(node: fx.Node) -> Axes:
+        given = [arg for arg in node.args if isinstance(arg, fx.Node)]
+        for letter in dict.fromkeys("".join(operands)):
+            dims = {arg: own.index(letter) for arg, own in zip(given, operands, strict=True) if letter in own}
+            yield IndexAxis(dims, (result.index(letter) if letter in result else PARTIAL,))
+
+    return axes
+
+
+def _added(node: fx.Node) -> Axes:
+    """A product of matrices to which a value is added, once: what it adds up over is no partial sum."""
+    bias, first, second = _among(node.args[:3])
+    shape = shape_of(bias)
+    for dim, (operand, size) in enumerate(((first, shape_of(first)[0]), (second, shape_of(second)[1]))):
+        aligned = dim - 2 + len(shape)
+        has = aligned >= 0 and shape[aligned] == size
+        yield IndexAxis({operand: dim} | ({bias: aligned} if has else {}), (dim,))
+    yield IndexAxis({first: 1, second: 0})
+
+
+def _reduced(*, adds: bool) -> Callable[[fx.Node], Axes]:
+    """A reduction over dimensions, all of them if none is given; the results are alike."""
+
+    def axes(node: fx.Node) -> Axes:
+        (source,) = tensors_of(node)
+        rank = len(shape_of(source))
+        dims = _argument(node, "dim", 1)
+        reduced = [dims] if isinstance(dims, int) else list(dims or range(rank))
+        reduced = [dim % rank for dim in reduced] if rank else []
+        keeps = bool(_argument(node, "keepdim", 3 if node.target in _CORRECTED else 2))
+        count = results_of(node)
+        for dim in range(rank):
+            if dim in reduced:
+                yield IndexAxis({source: dim}, (PARTIAL if adds else None,) * count)
+            else:
+                now = dim if keeps else dim - sum(other < dim for other in reduced)
+                yield IndexAxis({source: dim}, (now,) * count)
+
+    return axes
+
+
+def _along(node: fx.Node) -> Axes:
+    """An operation along one dimension: of the others each is the same in all arguments and in the results."""
+    shape = shape_of(tensors_of(node)[0])
+    along = int(_argument(node, "dim", _DIMENSION.get(node.target, 1))) % max(len(shape), 1)
+    for dim, size in enumerate(shape):
+        fits = {source: dim for source in tensors_of(node) if len(shape_of(source)) == len(shape)}
+        same = dim != along and all(shape_of(source)[dim] == size for source in fits)
+        yield IndexAxis(fits, (dim,) * results_of(node) if same else (None,) * results_of(node))
+
+
+def _embedded(node: fx.Node) -> Axes:
+    weight, indices = tensors_of(node)[:2]
+    for dim in range(rank := len(shape_of(indices))):
+        yield IndexAxis({indices: dim}, (dim,))
+    yield IndexAxis({weight: 1}, (rank,))
+
+
+def _embedded_backward(node: fx.Node) -> Axes:
+    gradient, indices = tensors_of(node)[:2]
+    adds = not node.args[4]  # not scaled by how often a word is in all rows
+    for dim in range(rank := len(shape_of(indices))):
+        yield IndexAxis({gradient: dim, indices: dim}, (PARTIAL if adds else None,))
+    yield IndexAxis({gradient: rank}, (1,))
+
+
+def _normalized(node: fx.Node) -> Axes:
+    """A normalization over the last dimensions: its statistics have one entry for each row."""
+    source, over = _of(node, 0), _argument(node, "normalized_shape", 1)
+    for dim in range(len(shape_of(source)) - len(over)):
+        yield IndexAxis({source: dim}, (dim,) * results_of(node))
+
+
+def _normalized_backward(node: fx.Node) -> Axes:
+    """Its results are the gradients of what is normalized, and of weights, which add up over rows."""
+    statistics = (3, 4) if node.target is aten.native_layer_norm_backward.default else (3,)
+    rows, over = [_of(node, index) for index in (0, 1, *statistics)], _argument(node, "normalized_shape", 2)
+    for dim in range(len(shape_of(rows[0])) - len(over)):
+        yield IndexAxis(dict.fromkeys(rows, dim), (dim, *(PARTIAL,) * (results_of(node) - 1)))
+
+
+def _permuted(node: fx.Node) -> Axes:
+    source = _of(node, 0)
+    order = list(range(rank := len(shape_of(source))))
+    if node.target is aten.permute.default:
+        order = [dim % rank for dim in _argument(node, "dims", 1)]
+    elif rank:
+        pair = (0, rank - 1) if node.target is aten.t.default else (_argument(node, "", 1), _argument(node, "", 2))
+        one, other = (dim % rank for dim in pair)
+        order[one], order[other] = order[other], order[one]
+    for dim, before in enumerate(order):
+        yield IndexAxis({source: before}, (dim,))
+
+
+def _selected(node: fx.Node) -> Axes:
+    """One index of a dimension, or each by itself."""
+    rank = len(shape_of(source := _of(node, 0)))
+    taken = _argument(node, "dim", 1) % rank
+    for dim in range(rank):
+        yield IndexAxis({source: dim}, (None if dim == taken else dim - (taken < dim),) * results_of(node))
+
+
+def _sliced(node: fx.Node) -> Axes:
+    """A part of a dimension, or parts of it; one that is all of it is no part."""
+    shape = shape_of(source := _of(node, 0))
+    cut = _argument(node, "dim", 1 if node.target is aten.slice.Tensor else 2) % len(shape)
+    same = not gives_several(node) and shape_of(node) == shape
+    for dim in range(len(shape)):
+        yield IndexAxis({source: dim}, (dim if dim != cut or same else None,) * results_of(node))
+
+
+def _joined(node: fx.Node) -> Axes:
+    cut = _argument(node, "dim", 1) % len(shape := shape_of(node))
+    for dim in range(len(shape)):
+        yield IndexAxis(dict.fromkeys(tensors_of(node), dim), (dim if dim != cut else None,))
+
+
+def _selected_backward(node: fx.Node) -> Axes:
+    put = _argument(node, "dim", 2) % len(shape := shape_of(node))
+    for dim in range(len(shape)):
+        if dim != put:
+            yield IndexAxis({_of(node, 0): dim - (put < dim)}, (dim,))
+
+
+def _padded(node: fx.Node) -> Axes:
+    for dim, (before, now) in enumerate(zip(shape_of(source := _of(node, 0)), shape_of(node), strict=True)):
+        yield IndexAxis({source: dim}, (dim if before == now else None,))
+
+
+def _made(node: fx.Node) -> Axes:
+    """A value that is the same everywhere."""
+    for dim in range(len(shape_of(node))):
+        yield IndexAxis({}, (dim,))
+
+
+def _of(node: fx.Node, index: int) -> fx.Node:
+    """Return an argument that is a tensor."""
+    argument = node.args[index]
+    assert isinstance(argument, fx.Node), f"{node.name} takes a tensor there"
+    return argument
+
+
+def results_of(node: fx.Node) -> int:
+    """Return how many results an operation has; of those that are not known, the last one read counts."""
+    items = [op.index for user in node.users if isinstance(op := data(user).op, Item)]
+    value = node.meta.get("val")
+    return len(value) if isinstance(value, (tuple, list)) else max(items, default=0) + 1
+
+
+def gives_several(node: fx.Node) -> bool:
+    """Return True for an operation with several results, which items name."""
+    return isinstance(node.meta.get("val"), (tuple, list, NoneType))
+
+
+def _argument(node: fx.Node, name: str, index: int) -> Any:
+    """Return an argument that is given by position or name; else its default."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    if index < len(node.args):
+        return node.args[index]
+    return defaults_of(node.target).get(name)  # type: ignore[arg-type]
+
+
+POINTWISE = (
+    "abs acos acosh add asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp"
+    " clamp_max clamp_min copysign cos cosh div elu eq erf erfc erfinv exp exp2 expm1 floor fmod frac ge gelu"
+    " gelu_backward gt hardsigmoid hardtanh isinf isnan le leaky_relu lerp log log10 log1p log2 logaddexp logical_and"
+    " logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num ne neg pow"
+    " reciprocal relu remainder round rsqrt rsub sgn sigmoid sigmoid_backward sign silu silu_backward sin sinc sinh"
+    " softplus sqrt sub tan tanh tanh_backward threshold threshold_backward trunc where xlogy"
+)
+"""Operations of which torch says by a tag, overload by overload, that they are elementwise."""
+_CORRECTED = operators("var.correction std.correction var_mean.correction")
+_DIMENSION: Mapping[Any, int] = dict.fromkeys(operators("_softmax_backward_data _log_softmax_backward_data"), 2)
+"""Where the dimension stands among arguments, if not second."""
+_ALIKE: Mapping[str, Callable[[fx.Node], Axes]] = {
+    "_to_copy clone detach alias lift_fresh_copy zeros_like ones_like full_like elu_backward hardsigmoid_backward"
+    " hardswish hardswish_backward hardtanh_backward leaky_relu_backward mish_backward softplus_backward": _pointwise,
+    "mm": _lettered("ik,kj->ij"),
+    "bmm": _lettered("bik,bkj->bij"),
+    "mv": _lettered("ik,k->i"),
+    "dot": _lettered("k,k->"),
+    "addmm": _added,
+    "sum sum.dim_IntList": _reduced(adds=True),
+    "amax amin mean mean.dim logsumexp any any.dim all all.dim prod prod.dim_int argmax argmin max max.dim min min.dim"
+    " var.correction std.correction var_mean.correction": _reduced(adds=False),
+    "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum gather scatter.value scatter.src"
+    " scatter_add": _along,
+    "embedding": _embedded,
+    "embedding_dense_backward": _embedded_backward,
+    "native_layer_norm _fused_rms_norm": _normalized,
+    "native_layer_norm_backward _fused_rms_norm_backward": _normalized_backward,
+    "t transpose.int permute": _permuted,
+    "expand": _pointwise,
+    "select.int unbind.int": _selected,
+    "slice.Tensor split.Tensor split_with_sizes slice_backward": _sliced,
+    "select_backward": _selected_backward,
+    "cat": _joined,
+    "constant_pad_nd": _padded,
+    "full zeros ones scalar_tensor new_zeros new_ones new_full": _made,
+}
+BY_OPERATION = {operation: axes for names, axes in _ALIKE.items() for operation in operators(names)}
+_NEW = operators("new_zeros new_ones new_full")
+"""Operations that read only the dtype of their argument."""
+VIEWS = operators("view _unsafe_view reshape unsqueeze squeeze.dim squeeze.dims squeeze")
+"""Operations that only change the shape."""
+_SHAPES: Mapping[Any, int] = {
+    **dict.fromkeys(operators("full zeros ones"), 0),
+    **dict.fromkeys(operators("view _unsafe_view reshape expand new_zeros new_ones new_full"), 1),
+    **dict.fromkeys(operators("slice_backward select_backward"), 1),
+}
+"""Where the shape of the result stands among arguments."""
+
+
+def is_pointwise(operation: OpOverload) -> bool:
+    """Return True for an elementwise operation of the table that writes to no argument."""
+    tagged = torch.Tag.pointwise in operation.tags and not writes_arguments(operation)
+    return tagged and operation.overloadpacket.__name__ in POINTWISE.split()
+
+
+def axes_of(node: fx.Node) -> Axes:
+    """Yield the axes of an operation.
+
+    Raises:
+        MixedRowsError: it is not in the table, or draws random numbers, each row others than alone.
+    """
+    target = node.target
+    if isinstance(target, OpOverload) and target.namespace == "aten" and not is_random(node):
+        axes = BY_OPERATION.get(target) or (_pointwise if is_pointwise(target) else None)
+        if axes is not _pointwise and len(_among(node.all_input_nodes)) < len(_among(tree_leaves(node.args))):
+            raise MixedRowsError(node, f"{target} takes a value twice, in places that may be divided differently")
+        if axes is not None:
+            return axes(node)
+    problem = "draws random numbers" if is_random(node) else "is not known to treat rows alike"
+    raise MixedRowsError(node, f"{target} {problem}")
+
+
+def resized(node: fx.Node, dim: int | None, now: int, then: int) -> tuple[Any, ...]:
+    """Return the arguments of an operation for another number of rows; `dim`: the dimension of its result with rows."""
+    at = _SHAPES.get(node.target)
+    if at is None or dim is None:
+        return tuple(node.args)
+    shape: list[Any] = [*node.args[at]]  # type: ignore[misc]
+    if shape[dim] != -1:
+        shape[dim] = shape[dim] // now * then
+    return (*node.args[:at], shape, *node.args[at + 1 :])
