@@ -18,17 +18,20 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from zcompile.cost.hardware import CPU
+from zcompile.cost.memory import peak_bytes
+from zcompile.cost.roofline import operation_seconds
 from zcompile.errors import OptionError
 from zcompile.ir.operation import Data, Phase, data, line_of, set_data
 from zcompile.ir.ops import Chunked, Compute, Input, Item, Kind, Results, chunked
 from zcompile.ir.parameter_views import derived_values
-from zcompile.ir.placement import WHOLE, Divided, RowLoop
+from zcompile.ir.placement import PARTIAL, WHOLE, Divided, RowLoop
 from zcompile.ir.program import Program
 from zcompile.ir.row_axes import MixedRowsError
 from zcompile.ir.rows import with_rows
@@ -38,36 +41,113 @@ from zcompile.passes.common.row_runs import Ahead, NoRunError, RowRun, ahead_of_
 
 _LEAST = 2
 """A run is worth a loop if its widest value has at least this many times the elements of what it takes or returns."""
+_SHARE = 0.02
+"""The share of a run's time that adding up its sums, turn by turn, may take if rows are chosen."""
+_MOST = 256
+"""Rows that are always computed at once if they are chosen: kernels want some."""
+_FEWER = (4096, 2048, 1024, 512, 256, 128)
+"""Rows to try where memory is short."""
 
 
-def chunk_rows(program: Program, *, rows: int, whole: bool = True) -> Program:
-    """Return a program that computes wide values for at most `rows` rows at once.
+def chunk_rows(
+    program: Program,
+    *,
+    rows: int | None = None,
+    limit: int | None = None,
+    least: bool = False,
+    finish: Callable[[Program], Program] = lambda program: program,
+    whole: bool = True,
+) -> Program:
+    """Return a program that computes wide values for some rows at once.
 
     Args:
         program: A traced step.
-        rows: How many, counted over all dimensions of a value but the last: the tokens of all sequences.
+        rows: How many, counted over all dimensions of a value but the last: the tokens of all sequences. None to choose
+            them: losses first, whose chunks cost next to nothing; then all that is wide, for fewer and fewer rows.
+        limit: Without `rows`, the bytes that the finished program may hold, shards and optimizer state excluded; None
+            for any number.
+        least: Change nothing in a step that is within the limit, and refuse one that no chunks bring within it.
+        finish: Runs the remaining passes.
         whole: False for a part of a model, which may compute nothing wide.
 
     Raises:
-        OptionError: nothing in a training step is wide, or what is cannot be divided by rows.
+        OptionError: nothing in a training step is wide, or what is mixes rows, or the limit is too small.
     """
-    program, trains = program.copy(), program.has_backward
+    if rows is not None:
+        found = _in_chunks(program, rows)
+        if not found.notes and program.has_backward and whole:
+            raise OptionError("chunk", f"has no effect: {found.why}", "leave it out")
+        return found.noted
+    if not program.has_backward:
+        return _in_chunks(program, None, ahead=True).noted
+    peaks = list[int]()
+    for attempt in _attempts(program, unchanged=least):
+        if limit is None:
+            return attempt.noted
+        peaks.append(peak_bytes(finish(attempt.program)))
+        if peaks[-1] <= limit:
+            return attempt.noted
+    if least:
+        less = f"{human_bytes(limit or 0)} is less than the {human_bytes(min(peaks))} that this step takes at the least"
+        raise OptionError("chunk", less, f"give at least {min(peaks)} bytes, or a smaller batch")
+    return attempt.noted
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A program with loops."""
+
+    program: Program
+    notes: Sequence[str] = ()
+    refused: NoRunError | None = None
+
+    @property
+    def why(self) -> str:
+        """Why there is no loop."""
+        return "nothing is much wider than what it is computed from" if self.refused is None else _why(self.refused)
+
+    @property
+    def noted(self) -> Program:
+        """The program, whose notes say what is computed in chunks."""
+        why = [f"chunk_rows: not in chunks: {self.why}"] if self.refused is not None else []
+        return replace(self.program, notes=(*self.program.notes, *self.notes, *why))
+
+
+def _attempts(program: Program, *, unchanged: bool) -> Iterator[_Found]:
+    """Yield programs that take less and less memory, and more and more time."""
+    if unchanged:
+        yield _Found(program.copy())
+    yield _in_chunks(program, None, ahead=True)
+    for rows in (None, *_FEWER):
+        yield _in_chunks(program, rows)
+
+
+def _in_chunks(program: Program, rows: int | None, *, ahead: bool = False) -> _Found:
+    """Compute wide values for `rows` rows at once, or as many as are worth it; with `ahead` only losses."""
+    program = program.copy()
     notes, refused = list[str](), list[NoRunError]()
     for wide in _wide_values(program):
         if not wide.users:
             continue  # a loop computes it
         try:
             run = RowRun.around(program, wide)
-            if _narrow(run) * _LEAST <= wide.meta["val"].numel():
-                program, note = _Chunks(program, run, rows).written()
+            worth = _rows_worth(run) if rows is None else rows
+            early = not ahead or not run.of(Phase.BACKWARD) or ahead_of_backward(run) is not None
+            if early and worth and _narrow(run) * _LEAST <= wide.meta["val"].numel():
+                program, note = _Chunks(program, run, worth).written()
                 notes.append(note)
         except NoRunError as error:
             refused += [error] if not notes else []  # smaller values may well be narrow
-    if not notes and trains and whole:
-        why = _why(refused[0]) if refused else "nothing is much wider than what it is computed from"
-        raise OptionError("chunk", f"has no effect: {why}", "leave it out")
-    notes += [f"chunk_rows: not in chunks: {_why(error)}" for error in refused[:1]]
-    return replace(program, notes=(*program.notes, *notes))
+    return _Found(program, notes, refused[0] if refused else None)
+
+
+def _rows_worth(run: RowRun) -> int:
+    """Return for how many rows to compute a run at once, so that adding up takes little of its time; 0 for all."""
+    nodes = [node for node in run.members if node.op == "call_function" and isinstance(data(node).op, Compute)]
+    seconds = sum(operation_seconds(node, CPU) for node in nodes)
+    added = sum(data(node).nbytes for node in run.members if run.placed.of.get(node) is PARTIAL)
+    turns = min(int(seconds * _SHARE * CPU.memory_bandwidth / max(3 * added, 1)), run.count // _MOST)
+    return -(-run.count // turns) if turns > 1 else 0
 
 
 def _why(refused: NoRunError) -> str:

@@ -5,9 +5,10 @@
                                         y = region_0(u0_full, x)
                                         release(u0_full)
 
-Under stage 3 a unit is full from the first to the last of consecutive regions that read it, in the forward and again in
-the backward. Under stages 1 and 2 the full copy is kept (`keep=True`): one gather in the forward, none in the backward,
-no release. Stage 0 gathers only units that compute in another dtype, and sends nothing: its "gather" is a cast.
+Under stage 3 a unit is full from the first to the last of the regions that read it, as long as none between them reads
+another one, in the forward and again in the backward. Under stages 1 and 2 the full copy is kept (`keep=True`): one
+gather in the forward, none in the backward, no release. Stage 0 gathers only units that compute in another dtype, and
+sends nothing: its "gather" is a cast.
 
 Where two axes both divide shards (`Hybrid`), a unit is gathered along the outer axis first, once per step. The inner
 gathers of both the forward and the backward then read its secondary shards:
@@ -49,7 +50,7 @@ from zcompile.passes.common.lines import copy_of, group_of, shards_of
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """Consecutive calls that read one unit."""
+    """Calls that read one unit, and between which none reads another."""
 
     unit: str
     calls: tuple[fx.Node, ...]
@@ -103,8 +104,10 @@ def _uses(program: Program, phase: Phase) -> list[_Use]:
 
 
 def _follows(program: Program, earlier: fx.Node, later: fx.Node) -> bool:
+    """Return True if no call between two reads a unit."""
     calls = program.nodes(Call, phase=data(later).phase)
-    return calls.index(earlier) + 1 == calls.index(later)
+    between = calls[calls.index(earlier) + 1 : calls.index(later)]
+    return not any(op_of(call, Call).units for call in between)
 
 
 def _gather(program: Program, use: _Use, *, keep: bool) -> fx.Node:

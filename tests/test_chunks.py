@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +18,13 @@ from torch import Tensor, nn
 import zcompile
 from tests.cases import quickly
 from tests.compare import gradients
+from tests.models import GPT
 from tests.threads import Threads
 from zcompile import OptionError
+from zcompile.cost.memory import peak_bytes
 from zcompile.ir.operation import data
 from zcompile.ir.placement import PARTIAL
+from zcompile.tools.tracing import trace
 
 WORDS, WIDTH, LENGTH, BATCH = 96, 8, 10, 4
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -287,7 +293,7 @@ def test_a_training_step_in_which_nothing_is_wide_is_refused(without_group: None
         compiled(*batch())
 
 
-@pytest.mark.parametrize("chunk", [0, -1, True, 1.5, "many"])
+@pytest.mark.parametrize("chunk", [0, -1, True, 1.5, "many", "0 B"])
 def test_what_is_no_number_of_rows_is_refused(chunk: Any) -> None:
     with pytest.raises(OptionError, match="is no number of rows"):
         zcompile.compile(Model(cross_entropy), chunk=chunk)
@@ -314,3 +320,39 @@ def test_a_program_in_chunks_is_read_as_it_is_printed(without_group: None) -> No
     program = program_of(against_whole(0, "preferred", "lora"))
     text = program.text(regions=True)
     assert zcompile.parse(text).text(regions=True) == text
+
+
+def test_a_budget_is_kept_by_chunks_or_refused() -> None:
+    tokens = torch.zeros(8, 64, dtype=torch.int64)
+    model = GPT(layers=1, width=16, context=64, vocabulary=2048)
+    traced = trace(model, (tokens, tokens), fuses=False, chunks=True)
+
+    def peak(chunk: str | None) -> int:
+        return peak_bytes(zcompile.pipeline(stage=0, partition="default", chunk=chunk).run(traced))
+
+    most = peak(None)
+    assert peak(f"{most} B") == most
+    assert peak(f"{most // 2} B") <= most // 2
+    with pytest.raises(OptionError, match=r"chunk: 9\.766 KiB is less than the .* that this step takes at the least"):
+        peak("10000 B")
+
+
+def test_communications_are_those_without_chunks() -> None:
+    tokens = torch.zeros(4, 16, dtype=torch.int64)
+    model = GPT(layers=2, width=16, vocabulary=512)
+    traced = trace(model, (tokens, tokens), fuses=False, chunks=True)
+    plain, chunked = (zcompile.pipeline(stage=3, partition="default", chunk=chunk).run(traced) for chunk in (None, 8))
+    assert loops(chunked)
+    assert chunked.communications() == plain.communications()
+
+
+def test_an_operation_of_a_turn_that_makes_nan_is_found(without_group: None, tmp_path: Path) -> None:
+    model = made("cross_entropy")
+    with torch.no_grad():
+        model.head.weight[3, 2] = float("inf")
+    compiled = zcompile.compile(model, backend="eager", chunk=12, record=tmp_path)
+    compiled(*batch()).backward()
+    command = [sys.executable, "-m", "zcompile", "replay", str(tmp_path), "--rank", "0", "--brief"]
+    text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    assert "_in_chunks made it, from arguments without one, in" in text
+    assert "aten._log_softmax.default(" in text

@@ -71,26 +71,26 @@ ROOMS = {
 
 LINES = {
     "zcompile": 1_790,
-    "zcompile/cost": 2_710,
-    "zcompile/engine": 5_510,
+    "zcompile/cost": 2_730,
+    "zcompile/engine": 5_530,
     "zcompile/facts": 790,
     "zcompile/frontend": 1_420,
     "zcompile/integrations": 660,
-    "zcompile/ir": 5_220,
+    "zcompile/ir": 5_230,
     "zcompile/model": 1_570,
     "zcompile/pipelining": 2_130,
     "zcompile/proof": 4_410,
     "zcompile/recording": 820,
     "zcompile/report": 1_550,
-    "zcompile/schedule": 1_540,
+    "zcompile/schedule": 1_570,
     "zcompile/state": 1_660,
-    "zcompile/tools": 4_650,
+    "zcompile/tools": 4_690,
     "zcompile/torch_internals": 1_520,
-    "passes": 4_730,
+    "passes": 4_810,
     "runtime": 8_790,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 51_340
+MOST_LINES = 51_560
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

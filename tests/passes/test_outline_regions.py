@@ -259,18 +259,18 @@ def forward(box):
     a_out = region_0(a, x)                        # f32[8, 4]  +128 B       a
     del x
     b_out, b_out_1, b_saved = region_1(b, a_out)  # f32[4, 8], f32[4, 4], &f32[4, 4]  +192 B       b
-    del a_out
+    del a_out                                     #            -128 B
     return [b_out_1, b_out], [b_saved]
 
 
 def backward(box):
     (
-        b_saved,                                 # &f32[4, 4]          b
-        grad_output,                             # f32[4, 4]           tangent
-        grad_output_1,                           # f32[4, 8]           tangent
+        b_saved,                                 # &f32[4, 4]         b
+        grad_output,                             # f32[4, 4]          tangent
+        grad_output_1,                           # f32[4, 8]          tangent
     ) = unbox(box)
     grad_input = region_2(grad_output, b_saved)  # f32[4, 4]   +64 B
-    del b_saved, grad_output                     #             -128 B
+    del b_saved, grad_output
     return [grad_input], []
 """
 

@@ -218,10 +218,7 @@ def region_bytes(region: Region, freed: Sequence[Freed] = ()) -> int:
     if region.rows is not None:
         return _loop_bytes(region)
     nodes = list(region.graph.nodes)
-    last = {node: index for index, node in enumerate(nodes)}
-    for index, node in enumerate(nodes):
-        for source in node.all_input_nodes:
-            last[owner_of(source)] = len(nodes) if isinstance(data(node).op, Results) else index
+    last = _last_reads(region, nodes)
     live = most = 0
     ending: dict[int, int] = {}
     for placeholders, nbytes in freed:
@@ -237,17 +234,38 @@ def region_bytes(region: Region, freed: Sequence[Freed] = ()) -> int:
     return most
 
 
+def _last_reads(region: Region, nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Map each value to the index of the operation that reads its memory last.
+
+    What a compiler fuses is computed where the operation that it is fused into is, and reads its arguments there.
+    """
+    index = {node: number for number, node in enumerate(nodes)}
+    computed, last = dict(index), dict(index)
+    for node in reversed(nodes):
+        if isinstance(data(node).op, Results):
+            computed[node] = len(nodes)
+        elif data(node).view or (region.fuses and node.op == "call_function" and not is_stored(node)):
+            computed[node] = max((computed[user] for user in node.users), default=index[node])
+        for source in node.all_input_nodes:
+            last[owner_of(source)] = max(last[owner_of(source)], computed[node])
+    return last
+
+
 def _loop_bytes(region: Region) -> int:
     """Return the peak bytes of a loop over rows: what its turns are joined to or added up in, and one turn.
 
-    A turn has copies of the rows that are not together in memory, and what it gives until that is joined.
+    A turn has copies of the rows that are not together in memory, and what it gives until that is joined. With a single
+    turn there is nothing to join to yet.
     """
     loop, numbers = region.rows, range(len(region.outputs))
     assert loop is not None, "a region that a loop runs"
     given = zip(region.graph.find_nodes(op="placeholder"), loop.takes, strict=True)
     copies = sum(data(node).nbytes for node, place in given if isinstance(place, Divided) and place != Divided(0))
     kept = sum(loop.held(region.result_type(number), loop.gives[number]) for number in numbers)
-    return kept + copies + region_bytes(replace(region, rows=None))
+    turn = copies + region_bytes(replace(region, rows=None))
+    if loop.size < loop.rows:
+        return kept + turn
+    return max(turn, kept + sum(data(value).nbytes for value in region.outputs))
 
 
 def peak_bytes(program: Program) -> int:

@@ -219,6 +219,7 @@ class Engine:
         """
         keeps = len(traced.layout.params) == len(self.runtime.layout.params)
         bounds = {"memory_limit": self.options.limit is not None, "checkpoint": self.options.has_budget}
+        bounds["chunk"] = self.options.has_chunk_budget
         for option, given in bounds.items():
             if given and not keeps and traced.has_backward:
                 problem = "cannot be kept: the model runs as several programs, each of which knows only itself"

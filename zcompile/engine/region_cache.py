@@ -6,7 +6,7 @@ import itertools
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,10 +16,9 @@ from zcompile.engine.calls.blank_tangents import Blank, without
 from zcompile.engine.cuda_graphs import Graphs
 from zcompile.engine.eager_regions import fit_kernels
 from zcompile.engine.region_strides import keep_strides
-from zcompile.engine.row_loops import looped
+from zcompile.engine.row_loops import looped, turn_of
 from zcompile.ir.placement import RowLoop
 from zcompile.ir.region import Region
-from zcompile.ir.rows import with_rows
 from zcompile.torch_internals.dispatch import outside_modes
 from zcompile.torch_internals.inductor import compile_with_inductor, inductor_code
 from zcompile.torch_internals.modules import submodules_of
@@ -89,12 +88,7 @@ class RegionCache:
 
     def _looped(self, region: Region, loop: RowLoop) -> Run:
         """A region that a loop over rows runs, compiled for a turn, and for the rows that are left of the last one."""
-
-        def compiled(rows: int) -> Run:
-            graph = region.graph if rows == loop.size else with_rows(region.graph, loop.takes, loop.size, rows)
-            return self._run(replace(region, graph=graph, rows=None))
-
-        return looped(loop, compiled)
+        return looped(loop, lambda rows: self._run(turn_of(region, rows)))
 
     def _run(self, region: Region) -> Run:
         key = region.key()

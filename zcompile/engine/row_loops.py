@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zcompile.ir.placement import Divided, Placement, RowLoop
+from zcompile.ir.region import Region
+from zcompile.ir.rows import with_rows
 
 Run = Callable[[list[Any]], Sequence[Any]]
 
@@ -24,15 +27,34 @@ def looped(loop: RowLoop, compiled: Callable[[int], Run]) -> Callable[[list[Any]
     def call(box: list[Any]) -> list[Any]:
         given, results = [*box], [_Result(loop.rows, placement) for placement in loop.gives]
         box.clear()
-        for start in range(0, loop.rows, loop.size):
-            count = min(loop.size, loop.rows - start)
-            turn = run if last is None or count == loop.size else last
-            rows = turn([_rows(*one, loop.rows, start, count) for one in zip(given, loop.takes, strict=True)])
-            for result, value in zip(results, rows, strict=True):
-                result.take(value, start, count)
+        for start, count, taken in turns(loop, given):
+            rows = [*(run if last is None or count == loop.size else last)(taken)]
+            for result in results:
+                result.take(rows.pop(0), start, count)  # nothing of a turn is alive in the next one
         return [result.finished() for result in results]
 
     return call
+
+
+def turns(loop: RowLoop | None, given: Sequence[Any]) -> Iterator[tuple[int, int, list[Any]]]:
+    """For each turn of a loop with these arguments: its first row, how many it has, and what it takes.
+
+    Without a loop there is one turn, which takes all.
+    """
+    if loop is None:
+        yield 0, 0, list(given)
+        return
+    for start in range(0, loop.rows, loop.size):
+        count = min(loop.size, loop.rows - start)
+        yield start, count, [_rows(*one, loop.rows, start, count) for one in zip(given, loop.takes, strict=True)]
+
+
+def turn_of(region: Region, rows: int) -> Region:
+    """What a loop runs in a turn with this number of rows, as a region that runs once."""
+    loop = region.rows
+    if loop is None or rows == loop.size:
+        return replace(region, rows=None)
+    return replace(region, graph=with_rows(region.graph, loop.takes, loop.size, rows), rows=None)
 
 
 def _rows(value: Any, placement: Placement, rows: int, start: int, count: int) -> Any:

@@ -30,7 +30,7 @@ def last_needs(program: ProgramGraph) -> dict[fx.Node, fx.Node]:
     alone = program.layout.sharded.size == 1
     last: dict[fx.Node, fx.Node] = {}
     for node in reversed(program.graph.nodes):
-        needs = [node, *(last[user] if _carries(node, user, alone) else user for user in node.users)]
+        needs = [node, *(end for user in node.users for end in _needed(program, node, user, last, alone=alone))]
         if isinstance(data(node).op, Item):
             siblings = (item for item in node.all_input_nodes[0].users if item in last)
             needs += [last[item] for item in siblings if may_show(program, item, node)]
@@ -41,13 +41,33 @@ def last_needs(program: ProgramGraph) -> dict[fx.Node, fx.Node]:
     return {node: end for node, end in last.items() if _has_own_memory(node)}
 
 
+def _needed(
+    program: ProgramGraph, node: fx.Node, user: fx.Node, last: dict[fx.Node, fx.Node], *, alone: bool
+) -> list[fx.Node]:
+    """Return the lines until which `user` needs the memory of `node`: itself, and those that need what shows it."""
+    if isinstance(op := data(user).op, Call) and op.region in program.regions:
+        return [user, *(last[view] for view in _views_of(program.regions[op.region], user, node))]
+    return [last[user] if _carries(node, user, alone) else user]
+
+
+def _views_of(region: Region, call: fx.Node, argument: fx.Node) -> list[fx.Node]:
+    """Return the results of a call that are views of one of its arguments."""
+    results = [call, *call.users] if data(call).view else [user for user in call.users if data(user).view]
+    if region.rows is not None or not results:
+        return []
+    taken = zip(region.graph.find_nodes(op="placeholder"), region.takes, strict=True)
+    shown = {placeholder for placeholder, (index, _) in taken if call.args[1 + index] is argument}
+    outputs = {view: region.outputs[op.index if isinstance(op := data(view).op, Item) else 0] for view in results}
+    return [view for view, output in outputs.items() if isinstance(output, fx.Node) and owner_of(output) in shown]
+
+
 def _has_own_memory(node: fx.Node) -> bool:
     """Return True for a value with memory of its own that is freed with it; the stack is kept."""
     return node.op == "call_function" and data(node).nbytes > 0 and not isinstance(data(node).op, Store)
 
 
 def _carries(node: fx.Node, user: fx.Node, alone: bool) -> bool:
-    """Return True if the result of `user` may use the memory of `node`; a region's view may be of any argument."""
+    """Return True if the result of `user`, no region, may use the memory of `node`."""
     match data(user).op:
         case Averaging():
             return True  # read until the wait
@@ -62,8 +82,6 @@ def _carries(node: fx.Node, user: fx.Node, alone: bool) -> bool:
             if isinstance(reduction, ReduceOutside):
                 return not reduction.scatter
             return alone or not (isinstance(reduction, Reduce) and reduction.scatter)  # an all_reduce averages in place
-        case Call():
-            return data(user).view or any(data(item).view for item in user.users)
         case _:
             return data(user).view
 

@@ -88,6 +88,8 @@ def check_options(options: Options) -> None:
     """Raise OptionError for values of options that pipelines do not support."""
     if options.shard == AUTO:
         raise OptionError("shard", "'auto' is not combined with a pipeline", "name one: 'hsdp', 'hfsdp', 'hpz', 'flat'")
+    if options.has_chunk_budget:
+        raise OptionError("chunk", "is a size, which pipelines do not support", "give a number of rows, or 'auto'")
     if options.has_budget and options.offload_activations is not None:
         problem = "is a budget, and offload_activations is given, which a budget does not take into account"
         raise OptionError("checkpoint", problem, "give memory_limit=, which offloads as much as needed, or 'unit'")
@@ -230,6 +232,7 @@ def _rewritten(
             at_once=stage.number in table.at_once,
             others=others_in_flight(table, stage.number),
             step=step,
+            chunk=options.chunk,
         )
         lent = stage.lent and Verified.traced(stage.lent).after(of_stages(partition=partition, bucket=bucket)).program
         return replace(stage, program=Verified.traced(stage.program).after(passes).program, lent=lent)

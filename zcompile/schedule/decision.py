@@ -45,7 +45,7 @@ class Request:
     updates: bool = False
     """True for a train step."""
     free: int | None = None
-    """Bytes that checkpoint="auto" may use."""
+    """Bytes that checkpoint="auto" and chunk="auto" may use."""
 
     def pipeline(self, schedule: Schedule | None = None) -> Pipeline:
         """Return the passes, for `schedule` in place of `self.schedule` if given."""
@@ -140,11 +140,12 @@ def fit(
 
 
 def checkpoint_budget(options: Options, layout: Layout, free: Callable[[], float]) -> int | None:
-    """Return the bytes that checkpoint="auto" may use: of the `free` bytes, without two moments of an optimizer.
+    """Return the bytes that "auto" may use of `checkpoint=` or `chunk=`: of the `free` ones, without two moments.
 
-    The moments may not be allocated yet. Ranks may get different results, as recomputation is local to a rank.
+    The moments of an optimizer may not be allocated yet. Ranks may get different results: what is computed again, or
+    in chunks, is local to a rank.
     """
-    if options.checkpoint != "auto":
+    if "auto" not in (options.checkpoint, options.chunk):
         return None
     moments = 0 if layout.away else model_state(layout).moments  # the optimizer's state is where the shards are
     return max(int(MARGIN * min(free() - moments, sys.maxsize)), 1)

@@ -104,6 +104,7 @@ def pipeline(
     partition_activations: bool = False,
     cuda_graphs: CudaGraphs = False,
     chunk: Chunk = None,
+    free: int | None = None,
 ) -> Pipeline:
     """Return the passes that make a ZeRO program, in the order derived from their facts; prints as a table.
 
@@ -126,7 +127,9 @@ def pipeline(
         partition_activations: Shard saved activations that are the same on all tensor-parallel ranks.
         cuda_graphs: Capture regions as CUDA graphs, with gathered parameters and copied gradients at fixed addresses;
             or "step", for a step that is captured as a whole, and in which nothing is gathered for the next one.
-        chunk: The most rows, such as tokens, for which wide values, such as logits, are computed at once.
+        chunk: The most rows, such as tokens, for which wide values, such as logits, are computed at once; a size such
+            as "8 GiB", within which the step is kept by it; or "auto": losses are, and more if memory is short.
+        free: Bytes that the step may hold with chunk="auto"; None for any number.
 
     Raises:
         OptionError: a stage outside 0 to 3, a negative prefetch, an invalid size, or an unknown checkpoint setting.
@@ -147,7 +150,8 @@ def pipeline(
     last += _arenas(activations=budget is not None, arenas=arenas, graphs=cuda_graphs is True)
     recompute = _recomputes(budget, [*passes, *last], fuses=partition == "min_cut", whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
-    chosen = (*_chunks(chunk, whole=whole), split, ASSIGN, *recompute, *passes, *_within(limit, kept), *last)
+    rest = (split, ASSIGN, *recompute, *passes, *_within(limit, kept), *last)
+    chosen = (*_chunks(chunk, free, rest, whole=whole), *rest)
     return Pipeline(STAGES[stage], chosen, (facts.VOLUME_RIGHT, *goals))
 
 
@@ -161,6 +165,7 @@ def of_stages(
     at_once: bool = True,
     others: int = 0,
     step: Callable[[Program], Program] | None = None,
+    chunk: Chunk = None,
 ) -> tuple[Pass, ...]:
     """Return the passes for the program of a pipeline stage, for one micro-batch.
 
@@ -174,13 +179,15 @@ def of_stages(
         at_once: False if other micro-batches run between the forward of a stage and its backward.
         others: The most micro-batches that hold their saved values at the same time as this one.
         step: For a limit in bytes, turns the finished program into a step.
+        chunk: See `pipeline`; no size.
     """
     split, outline = _regions(partition)
     following = [outline, _messages(small, bucket)[0]]
     if sent is not None:
         following.insert(0, Pass("divide_backward", partial(divide_backward, sent=sent), (facts.UNITS_ASSIGNED,)))
+    chunks = _chunks(chunk, None, (), whole=False)
     if checkpoint is None:
-        return (split, ASSIGN, *following)
+        return (*chunks, split, ASSIGN, *following)
 
     def finish(program: Program) -> Program:
         finished = run_passes(following, program)
@@ -188,7 +195,7 @@ def of_stages(
 
     common: dict[str, Any] = {"fuses": partition == "min_cut", "whole": False, "at_once": at_once, "others": others}
     again = partial(recompute_activations, checkpoint=checkpoint, finish=finish, **common)
-    return (split, ASSIGN, Pass("recompute_activations", again, (facts.UNITS_ASSIGNED,)), *following)
+    return (*chunks, split, ASSIGN, Pass("recompute_activations", again, (facts.UNITS_ASSIGNED,)), *following)
 
 
 def of_steps(
@@ -244,12 +251,16 @@ def _regions(partition: Partition) -> tuple[Pass, Pass]:
     )
 
 
-def _chunks(chunk: Chunk, *, whole: bool) -> list[Pass]:
-    """Return the pass that computes wide values in chunks of rows, if any are."""
+def _chunks(chunk: Chunk, free: int | None, following: Sequence[Pass], *, whole: bool) -> list[Pass]:
+    """Return the pass that computes wide values in chunks of rows, if any are; it measures with those `following`."""
     check_chunk(chunk)
     if chunk is None:
         return []
-    return [Pass("chunk_rows", partial(chunk_rows, rows=chunk, whole=whole), traits=Trait.BEFORE_LAYOUT)]
+    given: dict[str, Any] = {"rows": chunk} if isinstance(chunk, int) else {"limit": free}
+    if isinstance(chunk, str) and chunk != "auto":
+        given = {"limit": bytes_of("chunk", chunk), "least": True}
+    run = partial(chunk_rows, **given, finish=partial(run_passes, following), whole=whole)
+    return [Pass("chunk_rows", run, traits=Trait.BEFORE_LAYOUT)]
 
 
 def _schedule(prefetch: int, *, bounded: bool, consumed: bool) -> tuple[Pass, Pass, Pass]:

@@ -17,15 +17,21 @@ BACKENDS = ("inductor", "eager")
 CudaGraphs = bool | Literal["step"]
 """What is captured as CUDA graphs: nothing, each region between two communications, or a whole train step."""
 
-Chunk = int | None
-"""The most rows for which wide values are computed at once."""
+Chunk = int | str | None
+"""The most rows for which wide values are computed at once, a size that the step keeps within by it, or "auto"."""
 
 
 def check_chunk(chunk: object) -> None:
-    """Raise OptionError unless `chunk` is a number of rows, or None."""
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        fix = "give how many rows, such as tokens, are computed at once, or leave it out"
+    """Raise OptionError unless `chunk` is a number of rows, a size, "auto" or None."""
+    if chunk is None or chunk == "auto" or (type(chunk) is int and chunk >= 1):
+        return
+    fix = "give how many rows, such as tokens, are computed at once, a size such as '8 GiB', 'auto', or leave it out"
+    if not isinstance(chunk, str):
         raise OptionError("chunk", f"{chunk!r} is no number of rows", fix)
+    try:
+        bytes_of("chunk", chunk)
+    except OptionError as error:
+        raise OptionError("chunk", f"{chunk!r} is no number of rows", fix) from error
 
 
 def check_stage(stage: object) -> None:

@@ -211,6 +211,11 @@ class Options:
         return checkpoint_of(self.checkpoint) not in (None, "unit")
 
     @property
+    def has_chunk_budget(self) -> bool:
+        """True if what is computed in chunks depends on a memory budget."""
+        return isinstance(self.chunk, str) and self.chunk != "auto"
+
+    @property
     def schedule(self) -> Schedule:
         """The schedule before, or without, a choice by the traced program."""
         return Schedule() if self.prefetch == "auto" else Schedule(self.prefetch)
@@ -230,8 +235,8 @@ class Options:
     ) -> Pipeline:
         """Return the passes: the given pipeline, or the stage's default with the given changes.
 
-        Without `keeps`, no unit stays full from the forward to the backward. `free`: bytes that checkpoint="auto" may
-        use; None leaves checkpointing out. `updates`: True for programs of a train step.
+        Without `keeps`, no unit stays full from the forward to the backward. `free`: bytes that checkpoint="auto" and
+        chunk="auto" may use; None leaves checkpointing out. `updates`: True for programs of a train step.
         """
         if isinstance(self.passes, Pipeline):
             self._check_whole_pipeline(self.passes)
@@ -250,6 +255,7 @@ class Options:
             checkpoint=free if self.checkpoint == "auto" else self.checkpoint,
             whole=keeps,
             updates=updates,
+            free=free,
             **{name: getattr(self, name) for name in _OF_PASSES},
         )
         # Changes to passes of a train step do not apply to other programs.

@@ -32,6 +32,9 @@ Model = Annotated[
 ]
 BATCH = "Sequences in one rank's batch, of language models"
 Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help=f"{BATCH}.")]
+Chunk = Annotated[
+    str, typer.Option("--chunk", help="'none', 'auto', or the rows for which wide values are computed at once.")
+]
 Sequence_ = Annotated[int, typer.Option("--sequence", "-s", min=1, help="Tokens in a sequence.")]
 Hardware_ = Annotated[
     str, typer.Option("--hardware", "-p", help=f"A profile: {', '.join(profiles())}, or the path of a profile.")
@@ -83,6 +86,13 @@ def checkpoint_of(text: str) -> str | float | None:
         return float(text)
     except ValueError:
         return text
+
+
+def chunk_of(text: str) -> int | str | None:
+    """Parse a value of `chunk=`."""
+    if text == "none":
+        return None
+    return int(text) if text.isdecimal() else text
 
 
 def dtype_of(text: str) -> torch.dtype | None:

@@ -12,11 +12,13 @@ from zcompile.cost.profile_files import DTYPES
 from zcompile.errors import OptionError
 from zcompile.tools.arguments import (
     Batch,
+    Chunk,
     Hardware_,
     Sequence_,
     Units,
     Whole,
     checkpoint_of,
+    chunk_of,
     dtype_of,
     is_given,
     sizes_of,
@@ -59,6 +61,7 @@ def inspect_command(
     checkpoint: Annotated[
         str, typer.Option("--checkpoint", help="'none', 'unit', a size or a share of the peak; not for a script.")
     ] = "none",
+    chunk: Chunk = "none",
     dtype: Annotated[str, typer.Option("--dtype", help=f"'{OWN}', {', '.join(DTYPES)}; not for a script.")] = OWN,
     batch: Batch = 1,
     sequence: Sequence_ = 128,
@@ -94,6 +97,7 @@ def inspect_command(
             stage=stage,
             prefetch=prefetch,
             checkpoint=checkpoint_of(checkpoint),
+            chunk=chunk_of(chunk),
             dtype=dtype_of(dtype),
             memory_limit=memory_limit,
         )
@@ -114,8 +118,8 @@ def inspect_command(
 
 def _check_given(context: typer.Context, *, is_script: bool, pipelined: bool) -> None:
     """Raise OptionError for an option that does not apply to the subject."""
-    own = ("stage", "prefetch", "checkpoint", "dtype", "batch", "sequence", "units", "whole", "memory_limit", "mesh")
-    inapplicable = dict.fromkeys(own, "the script chooses its own") if is_script else {}
+    own = "stage prefetch checkpoint chunk dtype batch sequence units whole memory_limit mesh"
+    inapplicable = dict.fromkeys(own.split(), "the script chooses its own") if is_script else {}
     if pipelined:
         inapplicable |= {"world": "--mesh sets it", "whole": "pipelines do not support it"}
     else:

@@ -17,6 +17,7 @@ from zcompile.cost.profile_files import DTYPES
 from zcompile.errors import OptionError
 from zcompile.tools.arguments import (
     BATCH,
+    Chunk,
     Hardware_,
     Model,
     Sequence_,
@@ -24,6 +25,7 @@ from zcompile.tools.arguments import (
     Whole,
     check_target,
     checkpoint_of,
+    chunk_of,
     dtype_of,
     is_given,
     progress_bar,
@@ -82,6 +84,7 @@ def plan_command(
     stage: Annotated[list[int], typer.Option("--stage", help="Stages to compare; repeat.")] = list(STAGES),  # noqa: B006
     prefetch: Annotated[list[int], typer.Option("--prefetch", help="Depths to compare; repeat.")] = list(PREFETCHES),  # noqa: B006
     checkpoint: Checkpoints = list(CHECKPOINT_TEXTS),  # noqa: B006
+    chunk: Chunk = "none",
     dtype: Dtypes = [],  # noqa: B006
     mesh: Meshes = [],  # noqa: B006
     shard: Shards = list(SHARDS),  # noqa: B006
@@ -107,9 +110,8 @@ def plan_command(
     if html is not None:
         check_target("html", html, ".html")
     checkpoints, dtypes = [checkpoint_of(one) for one in checkpoint], [dtype_of(one) for one in dtype]
-    device = load_profile(hardware)
+    device, limit = load_profile(hardware), _limit(memory_limit)
     choices_of(dtypes or [None], stage, checkpoints, prefetch)  # check before making the model, which takes time
-    limit = _limit(memory_limit)
     fix = "give nodes and the ranks of each, such as 8x4, or auto alone"
     shapes = [sizes_of(one, "is not a mesh of two levels", fix) for one in mesh]
     with progress_bar(quiet=as_json) as progress:
@@ -124,6 +126,7 @@ def plan_command(
             stages=stage,
             prefetches=prefetch,
             checkpoints=checkpoints,
+            chunk=chunk_of(chunk),
             dtypes=dtypes or None,
             replicas=[1] * (FLAT in shard or not shapes) + [nodes for nodes, _ in shapes],
             hybrids=[one for one in shard if one != FLAT],
@@ -147,7 +150,7 @@ def _plan_meshes(context: typer.Context) -> None:
     from zcompile.tools.named_models import subject_of
 
     given = context.params
-    for name in ("prefetch", "shard", "whole", "html"):
+    for name in ("prefetch", "chunk", "shard", "whole", "html"):
         if is_given(context, name):
             raise OptionError(name, "is not compared over meshes", "leave it out, or --mesh auto")
     for name, least in (("world", 1), ("dtype", 0)):

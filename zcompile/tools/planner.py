@@ -23,7 +23,7 @@ from zcompile.ir.layout import STAGES, Hybrid
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import TensorType
 from zcompile.model.units import Precision, axes_over, make_layout
-from zcompile.schedule.option_checks import bytes_of, check_worlds
+from zcompile.schedule.option_checks import Chunk, bytes_of, check_worlds
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Pass, Trait, Verified
 from zcompile.tools.choices import CHECKPOINTS, PREFETCHES
@@ -50,6 +50,7 @@ def plan(
     stages: Sequence[int] = STAGE_NUMBERS,
     prefetches: Sequence[int] = PREFETCHES,
     checkpoints: Sequence[Checkpoint] = CHECKPOINTS,
+    chunk: Chunk = None,
     dtypes: Sequence[torch.dtype | None] | None = None,
     replicas: Sequence[int] = (1,),
     hybrids: Sequence[str] = tuple(Hybrid),
@@ -71,6 +72,7 @@ def plan(
         stages: ZeRO stages to compare.
         prefetches: Values of `prefetch=` to compare.
         checkpoints: Values of `checkpoint=` to compare; values without effect on this model are left out.
+        chunk: As for `zcompile.compile`, of all choices: a number of rows, or "auto", with which losses are in chunks.
         dtypes: Dtypes to compute in, None for the model's own; default: that, and a 16-bit dtype of the hardware.
         replicas: Sizes of the outer mesh dimension to compare; 1 for a mesh of one dimension.
         hybrids: Values of `shard=` to compare on meshes of two dimensions.
@@ -84,7 +86,7 @@ def plan(
         ModelError, CaptureError: see `zcompile.tools.tracing.trace`.
     """
     device, limit = target_of(hardware, memory_limit)
-    check_worlds(worlds)
+    _check_compared(worlds, chunk)
     divisions = divisions_of(replicas, hybrids, (True, False) if whole else (False,))
     low = torch.bfloat16 if "bfloat16" in device.flops else torch.float16
     choices = choices_of(dtypes or (None, low), stages, checkpoints, prefetches, divisions)
@@ -95,8 +97,9 @@ def plan(
             report_progress(
                 f"tracing in {str(choice.dtype or 'its own dtype').removeprefix('torch.')}", done, len(choices)
             )
-            traced = trace(model, args, kwargs, dtype=choice.dtype, units=units, whole=whole, device=device.device)
-            rewriters[choice.dtype] = Rewriter(model, traced, units, whole)
+            asked: Any = {"dtype": choice.dtype, "units": units, "whole": whole, "chunks": chunk is not None}
+            traced = trace(model, args, kwargs, device=device.device, **asked)
+            rewriters[choice.dtype] = Rewriter(model, traced, units, whole, chunk)
         report_progress(str(choice), done, len(choices))
         forecasts += rewriters[choice.dtype].forecasts(choice, list(dict.fromkeys(worlds)), device)
     report_progress("done", len(choices), len(choices))
@@ -107,6 +110,12 @@ def plan(
     tensors = (leaf for leaf in tree_leaves((args, dict(kwargs or {}))) if isinstance(leaf, torch.Tensor))
     types = ", ".join(str(TensorType.make(tensor.dtype, tuple(tensor.shape))) for tensor in tensors)
     return Plan(*name_and_size(model), device, limit, forecasts, types, parts, tuple(whole or ()))
+
+
+def _check_compared(worlds: Sequence[int], chunk: Chunk) -> None:
+    check_worlds(worlds)
+    if isinstance(chunk, str) and chunk != "auto":
+        raise OptionError("chunk", f"{chunk!r} is a budget, which no plan compares", "give a number of rows, or 'auto'")
 
 
 def target_of(hardware: str | Hardware, memory_limit: int | str | None) -> tuple[Hardware, float]:
@@ -176,17 +185,23 @@ def choices_of(
     return result
 
 
-def _options_of(choice: Choice) -> Options:
-    return Options(stage=choice.stage, prefetch=choice.prefetch, checkpoint=choice.checkpoint, dtype=choice.dtype)
+def _options_of(choice: Choice, chunk: Chunk = None) -> Options:
+    given: Any = {name: getattr(choice, name) for name in ("stage", "prefetch", "checkpoint", "dtype")}
+    return Options(**given, chunk=chunk)
 
 
 class Rewriter:
     """Makes the programs of one traced model for each choice; passes that choices share run once."""
 
     def __init__(
-        self, model: nn.Module, traced: Program, units: Sequence[str] | None, whole: Sequence[str] | None = None
+        self,
+        model: nn.Module,
+        traced: Program,
+        units: Sequence[str] | None,
+        whole: Sequence[str] | None = None,
+        chunk: Chunk = None,
     ) -> None:
-        self.model, self.units, self.whole = model, units, whole
+        self.model, self.units, self.whole, self.chunk = model, units, whole, chunk
         self.flops = sum(aten_cost(node)[0] for node in traced.graph.nodes if node.op == "call_function")
         self._traced = Verified.traced(traced)
         self._done: dict[tuple[Any, ...], Verified] = {}
@@ -212,7 +227,7 @@ class Rewriter:
         Raises:
             OptionError: the checkpoint setting has no effect, or its budget cannot be met.
         """
-        before, after = _options_of(choice).pipeline().until(Trait.SCHEDULES)
+        before, after = _options_of(choice, self.chunk).pipeline().until(Trait.SCHEDULES)
         first = [step for step in before if Trait.BEFORE_LAYOUT in step.traits]
         shared = self._run((), self._traced, first)
         layout = make_layout(

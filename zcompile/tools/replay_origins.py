@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from zcompile.engine.region_cache import operations_of
+from zcompile.engine.row_loops import turn_of, turns
 from zcompile.ir.operation import Phase, op_of
 from zcompile.ir.ops import Receive, WaitReceive
 from zcompile.ir.printer import region_text
@@ -134,11 +135,15 @@ class Tracer:
 
     def _of_operations(self, kind: str, region: Region) -> Iterator[str]:
         """Run the operations of a region one by one, and name the operation that made the value."""
-        watched = _Watched(operations_of(region))
+        given = [self._given[i] if item is None else self._given[i][item] for i, item in region.takes]
         with generators_back(self.device):
             for generator, state in zip(generators_of(self.device), self._states, strict=True):
                 generator.set_state(state)
-            watched.run(*(self._given[i] if item is None else self._given[i][item] for i, item in region.takes))
+            for _, count, taken in turns(region.rows, given):
+                watched = _Watched(operations_of(turn_of(region, count)))
+                watched.run(*taken)
+                if kind in watched.first:
+                    break
         text = region_text(region)
         if kind not in watched.first:
             yield f"Run one by one, no operation of {region.name} makes one: it comes from how the backend fuses them."
