@@ -15,7 +15,7 @@ from torch import nn
 import zcompile
 from zcompile.schedule.options import Options, names_of
 from zcompile.tools import command_line
-from zcompile.tools.arguments import checkpoint_of, dtype_of
+from zcompile.tools.arguments import checkpoint_of, chunk_of, dtype_of
 
 FIELDS = {field.name: field for field in fields(Options)}
 OTHER: dict[str, Any] = {
@@ -94,8 +94,9 @@ def test_a_train_step_hands_options_on() -> None:
 def test_the_command_has_the_same_defaults() -> None:
     given = {name: default for name, (_, default) in defaults_of(command_line.inspect_command).items()}
     given |= {"checkpoint": checkpoint_of(given["checkpoint"]), "dtype": dtype_of(given["dtype"])}
+    given["chunk"] = chunk_of(given["chunk"])
     shared = given.keys() & FIELDS.keys()
-    assert shared == {"stage", "prefetch", "checkpoint", "dtype", "memory_limit"}
+    assert shared == {"stage", "prefetch", "checkpoint", "chunk", "dtype", "memory_limit"}
     assert {name: given[name] for name in shared} == {name: FIELDS[name].default for name in shared}
 
 
