@@ -198,6 +198,9 @@ class _Chunks:
 
     def written(self) -> tuple[Program, str]:
         """Return the program with loops in place of the run, and a note about them."""
+        if self._size < 2:  # with one row, what has rows looks like what is the same for all of them
+            least = 2 * self.run.count // self.run.placed.rows
+            raise NoRunError(self.run.wide, f"is computed for {least} rows at once at the least, and not {self.rows}")
         run, ahead = self.run, ahead_of_backward(self.run)
         forward, backward = run.of(Phase.FORWARD), run.of(Phase.BACKWARD)
         if ahead is not None and backward:

@@ -356,3 +356,9 @@ def test_an_operation_of_a_turn_that_makes_nan_is_found(without_group: None, tmp
     text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     assert "_in_chunks made it, from arguments without one, in" in text
     assert "aten._log_softmax.default(" in text
+
+
+def test_fewer_rows_than_a_turn_can_have_are_refused(without_group: None) -> None:
+    compiled = zcompile.compile(made("cross_entropy"), backend="eager", chunk=3)
+    with pytest.raises(OptionError, match=r"is computed for 8 rows at once at the least, and not 3"):
+        compiled(*batch())

@@ -76,7 +76,7 @@ LINES = {
     "zcompile/facts": 790,
     "zcompile/frontend": 1_420,
     "zcompile/integrations": 660,
-    "zcompile/ir": 5_230,
+    "zcompile/ir": 5_240,
     "zcompile/model": 1_570,
     "zcompile/pipelining": 2_130,
     "zcompile/proof": 4_410,
@@ -86,11 +86,11 @@ LINES = {
     "zcompile/state": 1_660,
     "zcompile/tools": 4_690,
     "zcompile/torch_internals": 1_520,
-    "passes": 4_810,
+    "passes": 4_820,
     "runtime": 8_790,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 51_560
+MOST_LINES = 51_580
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

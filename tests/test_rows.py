@@ -294,6 +294,8 @@ def test_what_reads_no_tensor_has_rows_where_they_are_wanted(number: int) -> Non
         (aten.gather.default, (real(ROWS, 4), 1, whole(4, ROWS - 1, 2)), 0),
         (aten.scatter.value, (real(ROWS, 4), 0, whole(ROWS, 1, 4), 1.0), 0),
         (aten.slice.Tensor, (real(ROWS, 4), 0, 1), 0),
+        (aten.slice.Tensor, (real(ROWS, 4), 0, 0, ROWS), 0),  # all of these rows, and not of more
+        (aten.slice_backward.default, (real(ROWS, 4), [ROWS, 4], 0, 0, ROWS, 1), 0),
         (aten.split.Tensor, (real(ROWS, 4), 2), 0),
         (aten.cat.default, ([real(ROWS, 4), real(ROWS, 4)],), 0),
         (aten.constant_pad_nd.default, (real(ROWS, 4), [0, 0, 1, 0]), 0),

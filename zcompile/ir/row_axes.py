@@ -6,6 +6,7 @@ j, of `w` and the result. An operation that is not in the table has none.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType
@@ -186,7 +187,10 @@ def _sliced(node: fx.Node) -> Axes:
     """A part of a dimension, or parts of it; one that is all of it is no part."""
     shape = shape_of(source := _of(node, 0))
     cut = _argument(node, "dim", 1 if node.target is aten.slice.Tensor else 2) % len(shape)
-    same = not gives_several(node) and shape_of(node) == shape
+    target: Any = node.target
+    at = {aten.slice.Tensor: 2, aten.slice_backward.default: 3}.get(target)
+    # Not by its size: an end that is past some rows may not be past all of them.
+    same = at is not None and [_argument(node, name, at + i) for i, name in enumerate(("start", "end", "step"))] in _ALL
     for dim in range(len(shape)):
         yield IndexAxis({source: dim}, (dim if dim != cut or same else None,) * results_of(node))
 
@@ -282,6 +286,8 @@ _ALIKE: Mapping[str, Callable[[fx.Node], Axes]] = {
     "full zeros ones scalar_tensor new_zeros new_ones new_full": _made,
 }
 BY_OPERATION = {operation: axes for names, axes in _ALIKE.items() for operation in operators(names)}
+_ALL = [[start, end, 1] for start in (0, None) for end in (sys.maxsize, None)]
+"""Start, end and step of a slice that is all of a dimension, whatever its size."""
 _NEW = operators("new_zeros new_ones new_full")
 """Operations that read only the dtype of their argument."""
 VIEWS = operators("view _unsafe_view reshape unsqueeze squeeze.dim squeeze.dims squeeze")

@@ -247,6 +247,9 @@ def is_scaled(nodes: Iterable[fx.Node], factor: fx.Node, results: Iterable[fx.No
 def _is_linear(node: fx.Node, scaled: set[fx.Node]) -> bool:
     """Return True if an operation that reads scaled values is linear in them, all together."""
     given, target = [arg for arg in _flat(node.args) if isinstance(arg, fx.Node)], node.target
+    dtype: Any = node.kwargs.get("dtype") or torch.float32
+    if not dtype.is_floating_point:
+        return False  # it rounds to integers
     if isinstance(data(node).op, Item) or target in _IN_FIRST:
         return given[0] in scaled and scaled.isdisjoint(given[1:])
     if target in _PRODUCTS:
