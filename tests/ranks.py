@@ -278,3 +278,29 @@ def _nccl(bound: bool, size: int, number: int) -> Join:
         dist.barrier()
 
     return join
+
+
+def failed(call: Callable[[], Any]) -> tuple[str, str, float]:
+    """What a call raises, its text, and the seconds it took; `away` waits until all the others are here."""
+    started = time.perf_counter()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.perf_counter() - started
+    finally:
+        from zcompile.torch_internals.distributed import default_store
+
+        default_store().add("given up", 1)
+    return "", "", time.perf_counter() - started
+
+
+def away() -> tuple[str, str, float]:
+    """Return once all the others have given up, without having taken part."""
+    import torch.distributed as dist
+
+    from zcompile.torch_internals.distributed import default_store
+
+    until = time.monotonic() + 60
+    while default_store().add("given up", 0) < dist.get_world_size() - 1 and time.monotonic() < until:
+        time.sleep(0.05)
+    return "", "", 0.0

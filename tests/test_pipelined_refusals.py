@@ -21,7 +21,7 @@ from tests import pipelines
 from tests.cases import quickly
 from tests.compare import full
 from tests.pipelines import MICROBATCHES, Skips, batch_of, in_order, loss_of, mesh_of, model_of
-from tests.ranks import AT_ONCE, Ranks
+from tests.ranks import AT_ONCE, Ranks, away, failed
 from tests.shared_steps import own_steps
 from tests.threads import Threads
 from zcompile.ir.actions import ActionTable
@@ -427,24 +427,16 @@ def test_a_parameter_that_is_not_the_models_is_refused(ranks: Ranks) -> None:
         assert found.startswith("loss_fn: reads a tensor that requires grad and is not a parameter of the model")
 
 
-def dies(rank: int) -> tuple[str, float]:
+def dies(rank: int) -> tuple[str, str, float]:
     warnings.simplefilter("ignore")
     mesh, model = mesh_of(3, 1), model_of("gpt")
     made = {"mesh": mesh, "microbatches": MICROBATCHES, "backend": "eager"}
     step = zcompile.train_step(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), **made)
     step(*batch_of("gpt", 0, 0))
-    started = time.perf_counter()
-    if rank == 1:
-        time.sleep(12)
-        return "", 0.0
-    try:
-        step(*batch_of("gpt", 0, 1))
-    except zcompile.ZcompileError as error:
-        return f"{type(error).__name__}: {error}", time.perf_counter() - started
-    return "no error", 0.0
+    return away() if rank == 1 else failed(lambda: step(*batch_of("gpt", 0, 1)))
 
 
-def stalls(rank: int) -> str:
+def stalls(rank: int) -> tuple[str, str, float]:
     """Rank 1 goes on to its fourth message of a step, and no further."""
     warnings.simplefilter("ignore")
     mesh, model = mesh_of(3, 1), model_of("gpt")
@@ -459,32 +451,35 @@ def stalls(rank: int) -> str:
         nonlocal sent
         sent += 1
         if sent == 4:
-            time.sleep(12)
+            away()
             raise SystemError("gone")
         return plain(value, to)
 
     if rank == 1:
         links.send = send  # type: ignore[method-assign]
-    try:
-        step(*batch_of("gpt", 0, 1))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+        with pytest.raises(SystemError, match="gone"):
+            step(*batch_of("gpt", 0, 1))
+        return "", "", 0.0
+    return failed(lambda: step(*batch_of("gpt", 0, 1)))
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_gone_in_the_middle_is_named_with_line_and_microbatch(ranks: Ranks) -> None:
-    first, own, last = ranks.run(3, stalls, group=5)
-    assert own == "SystemError: gone"
-    for found, line in ((first, r"m1_grad_output = wait\(m1_grad_output_recv\)"), (last, r"m2_\w+_out = wait\(m2_")):
-        assert re.search(rf"GroupError: line \d+ of step \w+, `{line}", found), found
+    first, _, last = ranks.run(3, stalls, group=5)
+    for (kind, found, _), line in (
+        (first, r"m1_grad_output = wait\(m1_grad_output_recv\)"),
+        (last, r"m2_\w+_out = wait\(m2_"),
+    ):
+        assert kind == "GroupError"
+        assert re.search(rf"line \d+ of step \w+, `{line}", found), found
         assert "rank 1 never came" in found
 
 
 @pytest.mark.slow
 def test_a_rank_that_leaves_in_the_middle_is_named(ranks: Ranks) -> None:
-    for rank, (found, seconds) in enumerate(ranks.run(3, dies, group=5)):
+    for rank, (kind, found, seconds) in enumerate(ranks.run(3, dies, group=5)):
         if rank != 1:
+            assert kind
             assert "rank 1" in found
             assert seconds < AT_ONCE
             assert math.isfinite(seconds)

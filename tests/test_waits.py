@@ -18,11 +18,10 @@ from torch.distributed.tensor import DTensor
 import zcompile
 from tests.cases import quickly
 from tests.models import batch, make
-from tests.ranks import AT_ONCE, Ranks, on_ranks
+from tests.ranks import AT_ONCE, Ranks, away, failed, on_ranks
 from zcompile.runtime import stream_watch
 from zcompile.runtime.stream_watch import StreamWatch
 from zcompile.runtime.waits import Report, to_blame
-from zcompile.torch_internals.distributed import default_store
 
 
 @pytest.fixture
@@ -34,25 +33,6 @@ def started(ranks: Ranks) -> Ranks:
 
 def idle(rank: int) -> None:
     """Nothing."""
-
-
-def failed(call: Any) -> tuple[str, str, float]:
-    started = time.perf_counter()
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error), time.perf_counter() - started
-    finally:
-        default_store().add("given up", 1)
-    return "", "", time.perf_counter() - started
-
-
-def away() -> tuple[str, str, float]:
-    """Return once all the others have given up, without having taken part."""
-    until = time.monotonic() + 60
-    while default_store().add("given up", 0) < dist.get_world_size() - 1 and time.monotonic() < until:
-        time.sleep(0.05)
-    return "", "", 0.0
 
 
 def trained(rank: int) -> Any:
@@ -142,8 +122,8 @@ def calls_alone(rank: int, what: str) -> tuple[str, str, float]:
     assert weight.grad is not None
     calls = {
         "clip": lambda: torch.nn.utils.clip_grad_norm_(compiled.parameters(), 0.1),
-        "gradient": weight.grad.full_tensor,
-        "parameter": weight.full_tensor,
+        "gradient": lambda: weight.grad.full_tensor(),
+        "parameter": lambda: weight.full_tensor(),
         "norm": lambda: weight.detach().norm().item(),
     }
     return failed(calls[what])
@@ -154,8 +134,8 @@ def calls_alone(rank: int, what: str) -> tuple[str, str, float]:
     ("world", "what", "line"),
     [
         (2, "clip", "clip_grad_norm_"),
-        (3, "gradient", "call()"),
-        (2, "parameter", "call()"),
+        (3, "gradient", "weight.grad.full_tensor()"),
+        (2, "parameter", "weight.full_tensor()"),
         (2, "norm", "norm().item()"),
     ],
 )
