@@ -33,7 +33,7 @@ from zcompile.ir.ops import Chunked, Compute, Input, Item, Kind, Results, chunke
 from zcompile.ir.parameter_views import derived_values
 from zcompile.ir.placement import PARTIAL, WHOLE, Divided, RowLoop
 from zcompile.ir.program import Program
-from zcompile.ir.row_axes import MixedRowsError
+from zcompile.ir.row_axes import MixedRowsError, shape_of
 from zcompile.ir.rows import with_rows
 from zcompile.ir.side_effects import is_pure
 from zcompile.ir.tensor_type import TensorType, human_bytes
@@ -71,8 +71,13 @@ def chunk_rows(
         whole: False for a part of a model, which may compute nothing wide.
 
     Raises:
-        OptionError: nothing in a training step is wide, or what is mixes rows, or the limit is too small.
+        OptionError: nothing in a training step is wide, or what is mixes rows, or the limit is too small, or a size is
+            dynamic.
     """
+    inputs = [(node.name, data(node).type) for node in program.nodes(Input)]
+    if dynamic := [f"{name} {type_}" for name, type_ in inputs if type_ and any(dim.symbol for dim in type_.dims)]:
+        fix = "give torch.compile dynamic=False, for one program for each size, as zcompile.compile does by itself"
+        raise OptionError("chunk", f"wants sizes that are known, and has {dynamic[0]}", fix)
     if rows is not None:
         found = _in_chunks(program, rows)
         if not found.notes and program.has_backward and whole:
@@ -350,8 +355,12 @@ class _Body:
         factor = self.inside[self.factor].name if self.factor in self.inside else ""
         try:
             graph = with_rows(self.graph, takes, rows, self.size)
+            last = with_rows(self.graph, takes, rows, rows % self.size or self.size)
         except MixedRowsError as error:
             raise NoRunError(error.node, str(error)) from error
+        for node, few in zip(graph.nodes, last.nodes, strict=True):
+            if "val" in node.meta and len(shape_of(node)) != len(shape_of(few)):  # sizes of 1 were left out
+                raise NoRunError(node, f"has other dimensions for the {rows % self.size} of {rows} rows that are left")
         return fx.GraphModule(torch.nn.Module(), graph), RowLoop(
             rows, self.size, takes, tuple(of[node] for node in results), factor
         )

@@ -30,7 +30,7 @@ from zcompile.ir.liveness import memory_of_result
 from zcompile.ir.operation import Data, Phase, data, op_of, set_data
 from zcompile.ir.ops import Call, Chunked, Input, Item, Kind, Parameter, Results, Shards, region
 from zcompile.ir.parameter_views import derived_values
-from zcompile.ir.placement import WHOLE, RowLoop
+from zcompile.ir.placement import WHOLE, Placement, RowLoop
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.region import Region, region_name
@@ -129,13 +129,12 @@ class _Outline:
 
     def _fill(self) -> None:
         self.loop: RowLoop | None = None
+        self.sources = [*self.reads, *self.values]
+        """For each placeholder, what it stands for."""
         if isinstance(op := data(self.run[0]).op, Chunked):
             self._fill_loop(op.loop)
             return
-        for index, node in enumerate((*self.reads, *self.values)):
-            inner = self.graph.create_node("placeholder", node.name, name=node.name)
-            inner.meta = dict(node.meta)
-            self.inside[node] = set_data(inner, Data(Input(Kind.DATA, index), type=data(node).type))
+        self.inside = {node: self._placeholder(index, node) for index, node in enumerate(self.sources)}
         for node in self.run:
             self._copy(node)
         results = tuple(self.inside[node] for node in self.gives)
@@ -143,17 +142,27 @@ class _Outline:
 
     def _fill_loop(self, loop: RowLoop) -> None:
         """Fill the graph with what a loop runs, and with the views of parameters that it takes."""
-        (call, *_), attribute = self.run, self.run[0].all_input_nodes[0]
-        body, given = self.program.modules[str(attribute.target)].graph, call.all_input_nodes[1:]
-        taken = dict(zip(given, zip(body.find_nodes(op="placeholder"), loop.takes, strict=True), strict=True))
-        takes = []
-        for index, node in enumerate((*self.reads, *self.values)):
-            like, placement = taken.get(node, (node, WHOLE))
-            takes.append(placement)
-            inner = self.graph.create_node("placeholder", node.name, name=node.name)
-            inner.meta = dict(like.meta)
-            self.inside[node] = set_data(inner, Data(Input(Kind.DATA, index), type=data(like).type))
-        values = {inner: self._copy(node) for node, (inner, _) in taken.items()}
+        call, attribute = self.run[0], self.run[0].all_input_nodes[0]
+        body = self.program.modules[str(attribute.target)].graph
+        inner = body.find_nodes(op="placeholder")
+        sources = [node for node in call.args[1:] if isinstance(node, fx.Node)]
+        given = [*zip(sources, inner, loop.takes, strict=True)]
+        # Two equal values may have become one since, of which one is divided and the other whole.
+        wanted: dict[tuple[fx.Node, Placement], fx.Node] = {
+            (node, placement): like for node, like, placement in given if node in self.sources
+        }
+        derived = [node for node, *_ in given if node not in self.sources]
+        others = {*self.sources} - {node for node, _ in wanted}
+        wanted |= {(leaf, WHOLE): leaf for node in derived for leaf in self._leaves(node, set())}
+        wanted |= {(node, WHOLE): node for node in self.sources if node in others}
+        pairs = sorted(wanted, key=lambda pair: self.sources.index(pair[0]))
+        self.sources = [node for node, _ in pairs]
+        made = {pair: self._placeholder(index, wanted[pair], pair[0].name) for index, pair in enumerate(pairs)}
+        self.inside = {node: place for (node, placement), place in made.items() if placement is WHOLE}
+        values = {
+            like: made[node, placement] if (node, placement) in made else self._copy(node)
+            for node, like, placement in given
+        }
         for node in body.nodes:
             if node.op == "call_function":
                 values[node] = set_data(self.graph.node_copy(node, values.__getitem__), data(node))
@@ -163,7 +172,13 @@ class _Outline:
         set_data(self.graph.output(results if len(results) != 1 else results[0]), Data(Results()))
         factor = next((values[node].name for node in body.nodes if node.name == loop.factor), "")
         gives = tuple(loop.gives[index] for index in indices)
-        self.loop = replace(loop, takes=tuple(takes), gives=gives, factor=factor)
+        takes = tuple(placement for _, placement in pairs)
+        self.loop = replace(loop, takes=takes, gives=gives, factor=factor)
+
+    def _placeholder(self, index: int, like: fx.Node, name: str = "") -> fx.Node:
+        made = self.graph.create_node("placeholder", name or like.name, name=name or like.name)
+        made.meta = dict(like.meta)
+        return set_data(made, Data(Input(Kind.DATA, index), type=data(like).type))
 
     def _copy(self, node: fx.Node) -> fx.Node:
         if node not in self.inside:
@@ -175,8 +190,9 @@ class _Outline:
 
     @property
     def takes(self) -> tuple[tuple[int, int | None], ...]:
-        items = [self._place(node, self.program.layout) for node in self.reads]
-        return (*items, *((len(self.units) + index, None) for index in range(len(self.values))))
+        items = {node: self._place(node, self.program.layout) for node in self.reads}
+        numbers = {node: len(self.units) + index for index, node in enumerate(self.values)}
+        return tuple(items[node] if node in items else (numbers[node], None) for node in self.sources)
 
     @property
     def modules(self) -> dict[str, fx.GraphModule]:

@@ -6,7 +6,10 @@ import copy
 import math
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,16 @@ from tests.compare import gradients
 from tests.models import GPT
 from tests.threads import Threads
 from zcompile import OptionError
+from zcompile.cost.hardware import CPU
 from zcompile.cost.memory import peak_bytes
+from zcompile.ir.axis import axes_of
+from zcompile.ir.layout import STAGES
 from zcompile.ir.operation import data
 from zcompile.ir.placement import PARTIAL
+from zcompile.model.units import make_layout
+from zcompile.proof.dumps import prove_dump
+from zcompile.report.dumps import write_dump
+from zcompile.schedule.pipeline import Journal
 from zcompile.tools.tracing import trace
 
 WORDS, WIDTH, LENGTH, BATCH = 96, 8, 10, 4
@@ -322,6 +332,47 @@ def test_a_program_in_chunks_is_read_as_it_is_printed(without_group: None) -> No
     assert zcompile.parse(text).text(regions=True) == text
 
 
+@quickly(
+    "loss, head", [*product(LOSSES, HEADS)], [("cross_entropy", "plain"), ("distilled", "lora"), ("preferred", "tied")]
+)
+def test_a_loop_is_proven_from_its_text(loss: str, head: str, tmp_path: Path) -> None:
+    model, journal = made(loss, head), Journal()
+    traced = trace(model, batch(), fuses=False, chunks=True)
+    traced = replace(traced, layout=make_layout(model, STAGES[3], axes_of(2)))
+    program = zcompile.pipeline(stage=3, chunk=12).run(traced, journal)
+    assert loops(program)
+    write_dump(tmp_path, [journal], "", CPU)
+    (verdict,) = prove_dump(tmp_path)
+    assert verdict.error is None, verdict.error
+
+
+class Alike(nn.Module):
+    """Each token is compared with all others: of two values that are one, a loop takes one in rows, the other whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = (torch.tanh(self.layer(x)) for _ in range(2))
+        return F.cross_entropy(one @ other.T, torch.arange(len(x)))
+
+
+def test_a_loop_takes_one_value_in_rows_and_as_a_whole(without_group: None) -> None:
+    torch.manual_seed(0)
+    model, x = Alike(), torch.randn(24, WIDTH)
+    wanted = model(x)
+    wanted.backward()
+    expected = model.layer.weight.grad.clone()  # type: ignore[union-attr]
+    model.zero_grad()
+    compiled = zcompile.compile(model, backend="eager", chunk=8)
+    found = compiled(x)
+    found.backward()
+    assert loops(program_of(compiled))
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(gradients(model)["layer.weight"], expected)
+
+
 def test_a_budget_is_kept_by_chunks_or_refused() -> None:
     tokens = torch.zeros(8, 64, dtype=torch.int64)
     model = GPT(layers=1, width=16, context=64, vocabulary=2048)
@@ -356,6 +407,43 @@ def test_an_operation_of_a_turn_that_makes_nan_is_found(without_group: None, tmp
     text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     assert "_in_chunks made it, from arguments without one, in" in text
     assert "aten._log_softmax.default(" in text
+
+
+def test_each_size_has_a_program_of_its_own(without_group: None) -> None:
+    """More of them than torch compiles by itself; the last turn has fewer rows than the others."""
+    torch.manual_seed(0)
+    model = made("cross_entropy")
+    plain = copy.deepcopy(model)
+    compiled = zcompile.compile(model, backend="eager", chunk=12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for length in range(6, 16):
+            tokens = torch.randint(WORDS, (BATCH, length))
+            found, wanted = compiled(tokens, tokens), plain(tokens, tokens)
+            torch.testing.assert_close(found, wanted)
+            (found + wanted).backward()
+    torch.testing.assert_close(gradients(model), gradients(plain))
+    steps = compiled._engine.runtime.steps
+    assert [[region.rows.rows for region in loops(step.program)] for step in steps] == [[n] for n in range(6, 16)]
+
+
+def test_sizes_that_torch_compile_makes_dynamic_are_refused(without_group: None) -> None:
+    model = torch.compile(made("cross_entropy"), backend=zcompile.backend(backend="eager", chunk=12))
+    model(*batch()).backward()
+    with pytest.raises(Exception, match="chunk: wants sizes that are known, and has tokens") as found:
+        model(*(value[:, :8] for value in batch()))
+    assert "dynamic=False" in str(found.value)
+
+
+def test_one_row_that_is_left_and_looks_like_none_is_refused(without_group: None) -> None:
+    def squeezed(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(model.head(model.hidden(tokens.flatten())[:, None]).squeeze(), targets.flatten())
+
+    compiled = zcompile.compile(Model(squeezed), backend="eager", chunk=3)
+    tokens = torch.zeros(1, 9, dtype=torch.int64)
+    compiled(tokens, tokens).backward()
+    with pytest.raises(OptionError, match=r"has no effect: .* fails with fewer rows"):
+        compiled(tokens[:, :7], tokens[:, :7])
 
 
 def test_fewer_rows_than_a_turn_can_have_are_refused(without_group: None) -> None:

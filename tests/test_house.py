@@ -37,7 +37,8 @@ ROOMS = {
     "cost": "ir runtime",
     "facts": "ir cost",
     "proof.checker": "proof.checker_evaluation proof.checker_texts proof.checker_values",
-    "proof.checker_evaluation": "proof.checker_texts proof.checker_values",
+    "proof.checker_evaluation": "proof.checker_rows proof.checker_texts proof.checker_values",
+    "proof.checker_rows": "proof.checker_texts proof.checker_values",
     "proof.checker_values": "proof.checker_texts",
     "proof.checker_texts": "",
     "proof": "ir facts proof.checker proof.checker_texts",
@@ -79,18 +80,18 @@ LINES = {
     "zcompile/ir": 5_240,
     "zcompile/model": 1_570,
     "zcompile/pipelining": 2_130,
-    "zcompile/proof": 4_410,
+    "zcompile/proof": 4_940,
     "zcompile/recording": 820,
     "zcompile/report": 1_550,
     "zcompile/schedule": 1_570,
     "zcompile/state": 1_660,
     "zcompile/tools": 4_690,
     "zcompile/torch_internals": 1_520,
-    "passes": 4_820,
+    "passes": 4_830,
     "runtime": 8_790,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 51_580
+MOST_LINES = 52_110
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,
@@ -99,7 +100,7 @@ BENCHMARKS = {
     "fuzz": 1_470,
     "gpu": 1_550,
     "memory": 890,
-    "mutants": 3_160,
+    "mutants": 3_340,
     "speed": 2_530,
 }
 """The same of each folder of benchmarks, which are not installed."""

@@ -19,7 +19,7 @@ from zcompile.engine.row_loops import looped
 from zcompile.ir.operation import Data, set_data
 from zcompile.ir.ops import Compute, Input, Item, Kind, Results
 from zcompile.ir.placement import PARTIAL, WHOLE, Divided, Placement, RowLoop, placement_of
-from zcompile.ir.row_axes import BY_OPERATION, POINTWISE, VIEWS, MixedRowsError, is_pointwise
+from zcompile.ir.row_axes import BY_OPERATION, POINTWISE, VIEWS, MixedRowsError, is_pointwise, resized
 from zcompile.ir.rows import Placements, is_scaled, through_view, with_rows
 from zcompile.ir.tensor_type import TensorType
 from zcompile.torch_internals.inductor import inductor_decompositions
@@ -320,6 +320,15 @@ def test_what_mixes_rows_is_refused(op: OpOverload, args: tuple[Any, ...], dim: 
         return
     with pytest.raises(MixedRowsError):
         placed.place(graph, {node: Divided(dim)})
+
+
+def test_a_shape_that_has_other_rows_is_refused() -> None:
+    graph, _ = graph_of(aten.view.default, (real(ROWS, 4), [ROWS, 2, 2]), {})
+    (view,) = [node for node in graph.nodes if node.op == "call_function"]
+    assert resized(view, 0, ROWS, 4)[1] == [4, 2, 2]
+    view.args = (view.args[0], [ROWS + 1, 2, 2])
+    with pytest.raises(MixedRowsError, match="does not have 6 rows"):
+        resized(view, 0, ROWS, 4)
 
 
 def test_a_value_that_is_taken_in_two_ways_is_refused() -> None:

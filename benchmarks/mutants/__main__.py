@@ -26,6 +26,7 @@ from torch import fx
 
 from benchmarks.mutants.axes import AXES
 from benchmarks.mutants.lines import LINES
+from benchmarks.mutants.loops import LOOPS
 from benchmarks.mutants.oracle import Outcome, outcome
 from benchmarks.mutants.programs import PROGRAMS, Original, original
 from benchmarks.mutants.regions import REGIONS
@@ -59,7 +60,7 @@ RANKS = {
     )
 }
 """Mutations of the program of one rank, while the others run the original."""
-MUTATIONS = {**LINES, **AXES, **REGIONS, **RANKS}
+MUTATIONS = {**LINES, **AXES, **REGIONS, **LOOPS, **RANKS}
 
 _ROUNDS = 3
 """How often each program is tried until something has changed."""
@@ -241,7 +242,7 @@ def _spelled(program: Program) -> object:
         ]
         for graph in graphs
     ]
-    takes = [(region.name, region.takes) for region in program.regions.values()]
+    takes = [(region.name, region.takes, region.rows) for region in program.regions.values()]
     return lines, takes, program.layout, program.unused
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from benchmarks.mutants.aten import Lanes, Operations, evaluate
+from benchmarks.mutants.aten import Lanes, Operations
+from benchmarks.mutants.loops import looped
 from zcompile import Program
 from zcompile.ir import ops
 from zcompile.ir.layout import Param, Unit
@@ -564,7 +565,7 @@ class _Machine:
     def _call(self, node: fx.Node) -> list[Any]:
         region = self.program.regions[op_of(node, ops.Call).region]
         given = [self._taken(node.args[1 + argument], item) for argument, item in region.takes]
-        return evaluate(region.graph, given, region.modules, self.operations)
+        return looped(region, given, self.operations)
 
     def _taken(self, given: Any, item: int | None) -> Any:
         if item is None:

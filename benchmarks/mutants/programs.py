@@ -55,12 +55,12 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder and its loss; `tied`: the head is the embedding."""
 
-    def __init__(self, *, tied: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, words: int = _TOKENS, *, tied: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(_TOKENS, _WIDTH), nn.Embedding(4, _WIDTH)
+        self.tokens, self.positions = nn.Embedding(words, _WIDTH), nn.Embedding(4, _WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
         self.norm = nn.LayerNorm(_WIDTH)
-        self.head = nn.Linear(_WIDTH, _TOKENS, bias=False)
+        self.head = nn.Linear(_WIDTH, words, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
 
@@ -69,6 +69,22 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class Distilled(nn.Module):
+    """A head that learns what a frozen one says, and a gated layer: both are wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(_TOKENS, _WIDTH), nn.RMSNorm(_WIDTH)
+        self.gate, self.up, self.down = nn.Linear(_WIDTH, 32), nn.Linear(_WIDTH, 32), nn.Linear(32, _WIDTH)
+        self.head, self.teacher = nn.Linear(_WIDTH, 40), nn.Linear(_WIDTH, 40).requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        x = x + self.down(F.silu(self.gate(self.norm(x))) * self.up(self.norm(x)))
+        taught = F.softmax(self.teacher(x), -1)
+        return F.kl_div(F.log_softmax(self.head(x), -1), taught, reduction="batchmean")
 
 
 class Odd(nn.Module):
@@ -141,6 +157,12 @@ def partly_frozen() -> nn.Module:
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]] = {
     "gpt": (GPT, (torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long))),
     "tied": (lambda: GPT(tied=True), (torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long))),
+    "wide": (lambda: GPT(40), (torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long))),
+    "wide, tied": (
+        lambda: GPT(40, tied=True),
+        (torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long)),
+    ),
+    "distilled": (Distilled, (torch.zeros(2, 4, dtype=torch.long),)),
     "dropout": (lambda: GPT(dropout=0.3), (torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long))),
     "odd": (Odd, (torch.ones(3, 5, requires_grad=True), torch.ones(3, 5, requires_grad=True))),
     "conv": (Convolutions, (torch.ones(2, 3, 4, 4), torch.zeros(2, dtype=torch.long))),
@@ -226,6 +248,12 @@ PROGRAMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "hfsdp, tied, train_step": ("tied", {**_HFSDP, "updates": True}),
     "hfsdp, dropout, checkpoint": ("dropout", {**_HFSDP, "checkpoint": "unit"}),
     "hfsdp, memory limit": ("gpt", {**_HFSDP, "memory_limit": "1 MiB", "prefetch": 1}),
+    "chunks": ("wide", {"chunk": 4}),
+    "chunks, stage 0, checkpoint": ("wide", {"chunk": 4, "stage": 0, "checkpoint": "unit"}),
+    "chunks, eager, train_step": ("wide", {"chunk": 4, "backend": "eager", "updates": True}),
+    "chunks, tied, mixed": ("wide, tied", {"chunk": 4, **_MIXED}),
+    "chunks, distilled": ("distilled", {"chunk": 4}),
+    "chunks, distilled, train_step": ("distilled", {"chunk": 4, "stage": 2, "updates": True}),
     "tensor parallel": ("feed", {}),
     "tensor parallel, stage 2": ("feed", {"stage": 2}),
     "tensor parallel, activation shards": ("feed", _PARTITION),
@@ -283,7 +311,8 @@ def original(name: str) -> Original:
     with _mesh(kind) as divided:
         model = divided(MODELS[kind][0]())
         args = MODELS[kind][1]
-        program = trace(model, args, dtype=options.dtype, reduce_dtype=options.reduce_dtype, units=units)
+        dtypes: dict[str, Any] = {"dtype": options.dtype, "reduce_dtype": options.reduce_dtype}
+        program = trace(model, args, units=units, chunks=options.chunk is not None, **dtypes)
         axes = axes_over(model, world, replicas)
         layout = make_layout(model, STAGES[options.stage], axes, units, options.precision, hybrid=options.hybrid)
         parts = _divided(model)

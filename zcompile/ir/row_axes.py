@@ -324,11 +324,17 @@ def axes_of(node: fx.Node) -> Axes:
 
 
 def resized(node: fx.Node, dim: int | None, now: int, then: int) -> tuple[Any, ...]:
-    """Return the arguments of an operation for another number of rows; `dim`: the dimension of its result with rows."""
+    """Return the arguments of an operation for another number of rows; `dim`: the dimension of its result with rows.
+
+    Raises:
+        MixedRowsError: the arguments say a shape that has other rows.
+    """
     at = _SHAPES.get(node.target)
     if at is None or dim is None:
         return tuple(node.args)
     shape: list[Any] = [*node.args[at]]  # type: ignore[misc]
     if shape[dim] != -1:
+        if shape[dim] % now:
+            raise MixedRowsError(node, f"{node.target} is given a shape that does not have {now} rows")
         shape[dim] = shape[dim] // now * then
     return (*node.args[:at], shape, *node.args[at + 1 :])

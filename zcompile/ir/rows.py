@@ -205,7 +205,7 @@ def _value(node: fx.Node) -> Any:
     try:
         with mode:
             return node.target(*args, **kwargs)  # type: ignore[operator]
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         raise MixedRowsError(node, f"fails with fewer rows: {str(error).partition(chr(10))[0]}") from error
 
 

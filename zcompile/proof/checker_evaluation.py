@@ -13,7 +13,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from zcompile.errors import ProofError
-from zcompile.proof.checker_texts import CAPTURE, FIX, Margin, ParamText, Place, Text, dotted, literal, refusal
+from zcompile.proof.checker_rows import Loop
+from zcompile.proof.checker_texts import (
+    CAPTURE,
+    FIX,
+    Margin,
+    ParamText,
+    Place,
+    Text,
+    dotted,
+    literal,
+    loop_of,
+    refusal,
+)
 from zcompile.proof.checker_values import Averages, SecondaryPart, Storage, TermTable, TermValue, UnitPart, WholeUnit
 
 Found = tuple[int, Place]
@@ -106,6 +118,8 @@ class Evaluation:
         """`same`: terms that are known to be equal on all ranks of the tensor-parallel group."""
         regions = {name[8:-3]: text for name, text in files.items() if name.startswith("regions/")}
         self.regions = regions if self.runs else {}
+        functions = [one for text in regions.values() for one in text.functions.values()]
+        self.has_shapes = not self.runs and any(map(loop_of, functions))
         capture = files[CAPTURE]
         bodies = (statement for statement in capture.body if isinstance(statement, ast.Assign))
         said = {ast.unparse(statement.targets[0]): ast.literal_eval(statement.value) for statement in bodies}
@@ -200,7 +214,13 @@ class Evaluation:
     def _given(self, term: int, owner: str, margin: Margin) -> TermValue:
         if margin.types and margin.types[0][0] and not self.runs:
             self.same.add(term)
+        self._shaped(term, margin.types[0] if margin.types else ("", "", ""))
         return TermValue(term, Storage(owner), -1)
+
+    def _shaped(self, term: int, type_: tuple[str, str, str]) -> None:
+        sizes = type_[2].replace(",", " ").split()
+        if self.has_shapes and type_[1] and all(map(str.isdecimal, sizes)):
+            self.terms.shapes[term] = tuple(map(int, sizes))
 
     def _crossed(self, value: Any, words: str) -> Any:
         """Return a value of the forward as the backward reads it; an input that the forward wrote to has changed."""
@@ -251,7 +271,7 @@ class Evaluation:
             if count < len(names) and type(value) is not list and ast.unparse(names[-1]) != "*_":
                 self.refuse("gives one name to an unknown number of results")
             results = [self._item(value, i) for i in range(count)] + ([value[count:]] if type(value) is list else [[]])
-        marks = text.types(names) if self.marks else dict[str, tuple[str, str, str]]()
+        marks = text.types(names) if self.marks or self.has_shapes else dict[str, tuple[str, str, str]]()
         reserved = self.functions if self._outer else RUNTIME
         for node, result in zip(names, results, strict=False):
             name = dotted(node.value if isinstance(node, ast.Starred) else node)
@@ -259,7 +279,9 @@ class Evaluation:
                 self.refuse(f"gives the name of a function to a value: {name}")
             if name != "_":
                 self.scope[name] = result
-                if name in marks and marks[name][0] and self._is_replicated(result.term):
+                if name in marks and isinstance(result, TermValue):
+                    self._shaped(result.term, marks[name])
+                if self.marks and name in marks and marks[name][0] and self._is_replicated(result.term):
                     self.same.add(result.term)
 
     def _is_replicated(self, term: int) -> bool:
@@ -348,8 +370,10 @@ class Evaluation:
             taken.append(int(words[1]))
         if len(given) != max(taken) + 1:
             self.refuse(f"gives {len(given)} values to {name}, which takes {max(taken) + 1}")
-        self.graph = bool(text.functions[name].decorator_list)
-        results = [result.by(self.terms.here) for result in self.run(text, name, scope, here)]
+        is_loop = loop_of(text.functions[name]) is not None
+        self.graph = len(text.functions[name].decorator_list) > is_loop
+        run = Loop(self, text, name, scope, here).values() if is_loop else self.run(text, name, scope, here)
+        results = [result.by(self.terms.here) for result in run]
         self.graph, self.terms.here = False, here
         return results
 
@@ -370,6 +394,9 @@ class Evaluation:
         packet, values, draw = packet_of(name), [*given, *named.values()], self._draw(len(draws))
         if name == "operator.getitem" and len(given) == 2:
             return self._item(given[0], int(heads[given[1].term].removeprefix("int ")))
+        if name == "aten.mul.Tensor" and given[0].term in self.terms.scaled:
+            loop, index = self.terms.scaled[given[0].term]
+            return loop.multiplied(index, given[1])
         if name == "ops.higher_order.run_and_save_rng_state":
             return [self._made(make("state", draw)), self._operation(heads[given[0].term], given[1:], named)]
         if replays := name == "ops.higher_order.run_with_rng_state":

@@ -9,7 +9,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zcompile.errors import ProofError
 
@@ -182,7 +182,7 @@ def _in_function(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     if ast.unparse(function.args) != "box" or function.returns:
         yield function.lineno, "is no function of a box"
     for decorator in function.decorator_list:
-        if not _is_graph(decorator):
+        if not _is_graph(decorator) and _said_of_loop(decorator) is None:
             yield decorator.lineno, "is decorated by something unknown"
     first, *rest = function.body
     if not _unboxes(first):
@@ -222,6 +222,22 @@ def _is_graph(decorator: ast.expr) -> bool:
         case ast.Call(func=ast.Name("cuda_graph"), args=[], keywords=[ast.keyword("fixed", ast.List() as fixed)]):
             return _is_literal(fixed)
     return False
+
+
+def _said_of_loop(decorator: ast.expr) -> dict[str, Any] | None:
+    match decorator:
+        case ast.Call(func=ast.Name("chunked"), args=[], keywords=words) if all(
+            _is_literal(one.value) for one in words
+        ):
+            said = {str(word.arg): ast.literal_eval(word.value) for word in words}
+            fits = {"rows", "size", "takes", "gives"} <= said.keys() <= {"rows", "size", "takes", "gives", "factor"}
+            return said if fits and said["rows"] > 0 < said["size"] else None
+    return None
+
+
+def loop_of(function: ast.FunctionDef) -> dict[str, Any] | None:
+    """Return what `@chunked(rows=10, size=3, takes=[None, (0, 4)], gives=["sum"], factor="factor")` says; else None."""
+    return next((said for one in function.decorator_list if (said := _said_of_loop(one))), None)
 
 
 def _is_literal(value: ast.expr) -> bool:

@@ -63,6 +63,10 @@ class TermTable:
         self.names: dict[int, str] = {}
         self.routes: dict[int, dict[int, tuple[Place, ...]]] = {}
         """For each term and argument, the lines that passed the argument on."""
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        """The shapes of the traced step's values, where a loop over rows has to know them."""
+        self.scaled: dict[int, tuple[Any, int]] = {}
+        """Results of loops but for a factor: the loop, and the number of the result."""
         self.here: Place = ()
         self.applied: dict[str, None] = {}
         self._known: dict[tuple[str, tuple[int, ...]], int] = {}

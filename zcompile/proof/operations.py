@@ -248,7 +248,7 @@ class Regions:
     def of(self, region: Region) -> RegionTerms:
         """Return the terms of `region`, evaluated once per graph unless the graph was edited since."""
         graph = region.graph
-        lines: list[Any] = [(node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
+        lines: list[Any] = [region.rows, *((node.op, node.target, node.args, node.kwargs) for node in graph.nodes)]
         lines += [graph_text(module) for module in region.modules.values()]
         _, before, known = self._known.get(id(graph), (None, None, None))
         if known is None or before != lines:
@@ -327,10 +327,14 @@ def rows_terms(graph: fx.Graph, loop: RowLoop, arguments: Sequence[int], terms: 
     for node in operations:
         if node is factor:
             lifted.values[node] = terms.make((FACTOR, *arguments))
-        else:
-            placement = placed.of.get(node)
-            dim = placement.dim if isinstance(placement, Divided) else None
-            lifted.evaluate_as(node, resized(node, dim, loop.size, loop.rows))
+            continue
+        placement = placed.of.get(node)
+        dim = placement.dim if isinstance(placement, Divided) else None
+        try:
+            given = resized(node, dim, loop.size, loop.rows)
+        except MixedRowsError as error:
+            raise UnknownOperationError(node, f"{node.name}: {error}") from error
+        lifted.evaluate_as(node, given)
     found = []
     for node, gives in zip(results, loop.gives, strict=True):
         if not isinstance(node, fx.Node) or gives is WHOLE or placed.of.get(node) != gives:
@@ -350,4 +354,5 @@ def _per_factor(lifted: GraphTerms, operations: Sequence[fx.Node], factor: fx.No
 
 
 def _is_one(node: fx.Node) -> bool:
-    return node.target is _aten.full.default and node.args[0] == [] and bool(node.args[1] == 1)
+    of_ones = node.target is _aten.full.default and node.args[0] == [] and bool(node.args[1] == 1)
+    return of_ones and not any(value is True for value in node.kwargs.values())

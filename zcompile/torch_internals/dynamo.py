@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, cast
 
@@ -47,6 +48,24 @@ __all__ = [
     "retracing",
 ]
 """Names re-exported unchanged from torch."""
+
+
+_MANY = 256
+"""Sizes that a call may be traced with, one after the other, where each is a graph of its own."""
+
+
+def traced_whole(call: Callable[..., Any], backend: Callable[..., Any], *, static: bool = False) -> Callable[..., Any]:
+    """Return `torch.compile` of a call as one graph; if `static`, as one for each size.
+
+    Before it had `recompile_limit`, torch compiled no more than eight of these.
+    """
+    if not static:
+        return torch.compile(call, backend=backend, fullgraph=True)
+    many: dict[str, Any] = (
+        {"recompile_limit": _MANY} if "recompile_limit" in signature(torch.compile).parameters else {}
+    )
+    compiled: Callable[..., Any] = torch.compile(call, backend=backend, fullgraph=True, dynamic=False, **many)
+    return compiled
 
 
 def handed_on() -> set[int]:

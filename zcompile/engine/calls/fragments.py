@@ -46,6 +46,7 @@ from zcompile.runtime.lockstep import RunKind
 from zcompile.torch_internals.autograd import backward_number, version_of, within_transform
 from zcompile.torch_internals.dispatch import no_torch_function
 from zcompile.torch_internals.dtensor import with_local
+from zcompile.torch_internals.dynamo import traced_whole
 from zcompile.torch_internals.modules import hook_tables, parameters_at, put_parameters, with_gradient_hooks
 
 
@@ -303,12 +304,12 @@ class Fragment:
         """True if global module hooks, such as those of operation counters, break its graph."""
         self._hooks = HookWatch(module, itself=not path)
         self._was_called = False
-        # Dynamo does not support DTensors with varying sizes: one program for each size.
-        dynamic = False if any(site.local is not None for site in tree.sites) else None
+        # Dynamo does not support DTensors with varying sizes, and loops have a number of rows: a program for each size.
+        static = any(site.local is not None for site in tree.sites) or tree.engine.options.chunk is not None
         lines = [f"{path} {type(module).__qualname__}"]
         lines += [f"{site.name} {list(site.placeholder.shape)}" for site in self.sites]
         call = traceable(module, forward, lines)
-        self._traced = torch.compile(call, backend=_backend(self), fullgraph=True, dynamic=dynamic)
+        self._traced = traced_whole(call, _backend(self), static=static)
 
     @property
     def is_split(self) -> bool:
