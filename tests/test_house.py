@@ -77,21 +77,21 @@ LINES = {
     "zcompile/facts": 790,
     "zcompile/frontend": 1_420,
     "zcompile/integrations": 660,
-    "zcompile/ir": 5_240,
+    "zcompile/ir": 5_250,
     "zcompile/model": 1_570,
     "zcompile/pipelining": 2_130,
-    "zcompile/proof": 4_940,
+    "zcompile/proof": 4_950,
     "zcompile/recording": 820,
     "zcompile/report": 1_550,
     "zcompile/schedule": 1_570,
     "zcompile/state": 1_660,
     "zcompile/tools": 4_690,
-    "zcompile/torch_internals": 1_520,
+    "zcompile/torch_internals": 1_540,
     "passes": 4_830,
     "runtime": 8_790,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 52_110
+MOST_LINES = 52_150
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,
@@ -99,7 +99,7 @@ BENCHMARKS = {
     "faults": 1_560,
     "fuzz": 1_470,
     "gpu": 1_550,
-    "memory": 890,
+    "memory": 1_030,
     "mutants": 3_340,
     "speed": 2_530,
 }

@@ -128,6 +128,14 @@ OTHERS: list[Case] = [
     case(aten.scatter_add.default, real(ROWS, 4), 1, whole(4, ROWS, 2), real(ROWS, 2)),
     case(aten.embedding.default, real(9, 4), whole(9, 5, ROWS)),
     case(aten.embedding_dense_backward.default, real(5, ROWS, 4), whole(9, 5, ROWS), 9, -1, False),
+    *(
+        case(
+            aten.nll_loss_backward.default,
+            *(gradient, real(ROWS, 9), whole(9, ROWS), weight, reduction, 3, torch.tensor(5.0)),
+        )
+        for reduction, gradient in ((0, real(ROWS)), (2, torch.tensor(0.5)))
+        for weight in (None, positive(9))
+    ),
     case(aten.native_layer_norm.default, real(5, ROWS, 4), [4], real(4), real(4), 1e-5),
     case(
         aten.native_layer_norm_backward.default,
@@ -320,6 +328,13 @@ def test_what_mixes_rows_is_refused(op: OpOverload, args: tuple[Any, ...], dim: 
         return
     with pytest.raises(MixedRowsError):
         placed.place(graph, {node: Divided(dim)})
+
+
+def test_the_gradient_of_a_mean_over_rows_is_refused() -> None:
+    given = (torch.tensor(0.5), real(ROWS, 4), whole(4, ROWS), None, 1, 0, torch.tensor(5.0))
+    graph, _ = graph_of(aten.nll_loss_backward.default, given, {})
+    with pytest.raises(MixedRowsError):
+        Placements(ROWS).place(graph, {graph.find_nodes(op="placeholder")[1]: Divided(0)})
 
 
 def test_a_shape_that_has_other_rows_is_refused() -> None:

@@ -147,6 +147,13 @@ def _embedded_backward(node: fx.Node) -> Axes:
     yield IndexAxis({gradient: rank}, (1,))
 
 
+def _loss_backward(node: fx.Node) -> Axes:
+    """The gradient of a loss that adds up over rows, or has one for each (reduction 0)."""
+    gradient, probabilities, targets = (_of(node, index) for index in range(3))
+    if len(shape_of(probabilities)) == 2 and node.args[4] != 1:
+        yield IndexAxis({probabilities: 0, targets: 0} | ({gradient: 0} if node.args[4] == 0 else {}), (0,))
+
+
 def _normalized(node: fx.Node) -> Axes:
     """A normalization over the last dimensions: its statistics have one entry for each row."""
     source, over = _of(node, 0), _argument(node, "normalized_shape", 1)
@@ -274,6 +281,7 @@ _ALIKE: Mapping[str, Callable[[fx.Node], Axes]] = {
     " scatter_add": _along,
     "embedding": _embedded,
     "embedding_dense_backward": _embedded_backward,
+    "nll_loss_backward": _loss_backward,
     "native_layer_norm _fused_rms_norm": _normalized,
     "native_layer_norm_backward _fused_rms_norm_backward": _normalized_backward,
     "t transpose.int permute": _permuted,

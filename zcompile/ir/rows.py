@@ -216,7 +216,7 @@ _SUMS = operators("add.Tensor sub.Tensor cat")
 _IN_FIRST = VIEWS | operators(
     "sum sum.dim_IntList _to_copy clone neg xlogy.Tensor mul.Scalar div.Scalar div.Tensor gather"
     " embedding_dense_backward alias detach _softmax_backward_data _log_softmax_backward_data gelu_backward"
-    " silu_backward tanh_backward sigmoid_backward threshold_backward native_layer_norm_backward"
+    " nll_loss_backward silu_backward tanh_backward sigmoid_backward threshold_backward native_layer_norm_backward"
     " _fused_rms_norm_backward leaky_relu_backward elu_backward hardtanh_backward softplus_backward mish_backward t"
     " transpose.int permute expand select.int unbind.int slice.Tensor split.Tensor split_with_sizes slice_backward"
     " select_backward"

@@ -102,6 +102,11 @@ def _embedding_backward(line: Called) -> Iterator[Axis]:
         yield {0: dim, 1: dim}, [SUM]
 
 
+def _loss_backward(line: Called) -> Iterator[Axis]:
+    if len(line.shapes[1]) == 2 and line.args[4] in (0, 2):
+        yield {1: 0, 2: 0} | ({0: 0} if line.args[4] == 0 else {}), [0]
+
+
 def _permuted(line: Called) -> Iterator[Axis]:
     for now, dim in enumerate(line.args[1]):
         yield {0: dim % len(line.shapes[0])}, [now]
@@ -181,6 +186,7 @@ _AXES: dict[str, Axes] = {
     "sum": lambda line: _reduced(line, adds=True),
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_backward,
+    "nll_loss_backward": _loss_backward,
     "native_layer_norm": _rows_of(0),
     "_fused_rms_norm": _rows_of(0),
     "native_layer_norm_backward": _rows_of(0, 1, 2, 3, results=[SUM, SUM], over=2),
@@ -402,10 +408,10 @@ class Loop:
 _PRODUCTS = frozenset({"mul", "mm", "bmm", "mv", "dot"})
 _FIRST = (
     "sum _to_copy clone neg xlogy div gather embedding_dense_backward alias detach _softmax_backward_data"
-    " _log_softmax_backward_data gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward"
-    " native_layer_norm_backward _fused_rms_norm_backward leaky_relu_backward elu_backward hardtanh_backward"
-    " softplus_backward mish_backward t transpose permute expand select unbind slice split split_with_sizes"
-    " slice_backward select_backward getitem view _unsafe_view reshape unsqueeze squeeze"
+    " _log_softmax_backward_data nll_loss_backward gelu_backward silu_backward tanh_backward sigmoid_backward"
+    " threshold_backward native_layer_norm_backward _fused_rms_norm_backward leaky_relu_backward elu_backward"
+    " hardtanh_backward softplus_backward mish_backward t transpose permute expand select unbind slice split"
+    " split_with_sizes slice_backward select_backward getitem view _unsafe_view reshape unsqueeze squeeze"
 )
 """Operations that are linear in their first argument."""
 

@@ -162,8 +162,30 @@ def loss_decompositions(*, fuses: bool, chunks: bool = False) -> Mapping[Any, Ca
     losses = [aten.nll_loss_forward, aten.nll_loss_backward, aten.nll_loss2d_forward, aten.nll_loss2d_backward]
     losses += [aten._log_softmax, aten._log_softmax_backward_data] if fuses else []
     losses += [getattr(aten, name) for name in _OF_ROWS] if chunks else []
-    table: Mapping[Any, Callable[..., Any]] = get_decompositions(losses)
-    return {**table, aten.mean.default: _mean} if chunks else table
+    table: dict[Any, Callable[..., Any]] = {**get_decompositions(losses)}
+    table |= {aten.mean.default: _mean} if chunks else {}
+    return table if fuses else {**table, aten.nll_loss_backward.default: _nll_loss_backward}
+
+
+def _nll_loss_backward(
+    gradient: torch.Tensor,
+    log_probabilities: torch.Tensor,
+    targets: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignored: int,
+    total_weight: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of a mean as that of a sum, by torch's kernel, which passes once over what is wide."""
+    result: torch.Tensor = NotImplemented
+    if reduction == _MEAN:
+        rest = (log_probabilities, targets, weight, _SUM, ignored, total_weight)
+        result = torch.ops.aten.nll_loss_backward(gradient / total_weight, *rest)
+    return result
+
+
+_MEAN, _SUM = 1, 2
+"""Reductions of losses, as torch numbers them."""
 
 
 def _mean(given: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -1,0 +1,137 @@
+"""A step over a large vocabulary with and without `chunk=`: `python -m benchmarks.memory.chunks`, half an hour, 24 GiB.
+
+One rank trains a GPT in turn as it is, in chunks, with a loss that is written in chunks by hand, as trl's and
+torchtitan's are (the head, the loss and the backward of some rows at a time, by autograd), and with a loss that reads
+no logits at all. Printed are, of each, the live bytes at the peak of a step beside those before it
+(`benchmarks.common.live_bytes`), and its seconds over those of the model as it is in the same round: median and spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zcompile
+from benchmarks.common.configurations import MIB, Sizes
+from benchmarks.common.live_bytes import LiveBytes
+from benchmarks.common.models import batch, make_model
+from benchmarks.common.ranks import call_alone
+from examples.gpt import GPT
+
+SIZES = Sizes(blocks=4, width=256, heads=8, vocabulary=128_256, sequence=2048, batch=4)
+Step = Callable[[Tensor, Tensor], Tensor]
+"""Computes the loss of a batch and adds to the gradients."""
+
+
+@dataclass
+class Found:
+    """What the steps of a way to train took."""
+
+    seconds: list[float] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def hidden(model: GPT, tokens: Tensor) -> Tensor:
+    """What the head reads, (tokens, width)."""
+    x = model.tokens(tokens) + model.positions(torch.arange(tokens.shape[1], device=tokens.device))
+    for block in model.blocks:
+        x = block(x)
+    normed: Tensor = model.norm(x)
+    return normed.flatten(0, 1)
+
+
+class WithoutLogits(GPT):
+    """The same parameters, all of which have gradients, and no logits."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        return (hidden(self, tokens) @ self.head.weight.sum(0)).square().mean()
+
+
+def by_hand(model: GPT, rows: int) -> Step:
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        read = hidden(model, tokens)
+        leaf, total = read.detach().requires_grad_(), read.new_zeros(())
+        for some, wanted in zip(leaf.split(rows), targets.flatten().split(rows), strict=True):
+            loss = F.cross_entropy(model.head(some), wanted, reduction="sum") / targets.numel()
+            loss.backward()
+            total += loss.detach()
+        read.backward(leaf.grad)
+        return total
+
+    return step
+
+
+def by_zcompile(model: GPT, backend: str, chunk: int | None) -> Step:
+    compiled = zcompile.compile(model, stage=0, backend=backend, chunk=chunk)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = compiled(tokens, targets)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def measure(sizes: Sizes, rows: int, rounds: int, backend: str) -> dict[str, Found]:
+    """Train with each in turn."""
+    models = {name: make_model(sizes, 0) for name in ("as it is", "in chunks", "by hand", "without logits")}
+    models["without logits"].__class__ = WithoutLogits
+    steps = {
+        name: by_hand(model, rows)
+        if name == "by hand"
+        else by_zcompile(model, backend, rows if name == "in chunks" else None)
+        for name, model in models.items()
+    }
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+    counter, found = LiveBytes(), {name: Found() for name in steps}
+    for number in range(rounds + 1):
+        for name, step in steps.items():
+            tokens, targets = batch(sizes, 0, 0, number)
+            state, _ = counter.live(), counter.peak()
+            before = time.perf_counter()
+            loss = step(tokens, targets)
+            seconds, peak = time.perf_counter() - before, counter.peak() - state
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            if number:  # not the first one, which compiles
+                found[name].seconds.append(seconds)
+                found[name].peaks.append(peak)
+            found[name].losses.append(loss.item())
+            print(f"{name} {number}: {seconds:.1f} s, {peak / MIB:.0f} MiB", file=sys.stderr, flush=True)
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=512, help="the most tokens at once (512)")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each that count (5)")
+    parser.add_argument("--backend", default="eager", help="of zcompile (eager)")
+    parser.add_argument("--vocabulary", type=int, default=SIZES.vocabulary)
+    parser.add_argument("--sequence", type=int, default=SIZES.sequence)
+    options = parser.parse_args(arguments)
+    sizes = replace(SIZES, vocabulary=options.vocabulary, sequence=options.sequence)
+    print(f"{sizes}, {options.rows} rows, {options.backend}")
+    found = call_alone(measure, sizes, options.rows, options.rounds, options.backend, counted=True)
+    plain = found["as it is"]
+    for name, one in found.items():
+        ratios = [mine / other for mine, other in zip(one.seconds, plain.seconds, strict=True)]
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        peak = statistics.median(one.peaks)
+        share = f"{peak / statistics.median(plain.peaks):.3f}"
+        print(f"{name:16} {peak / MIB:8.0f} MiB {share} | {statistics.median(one.seconds):6.2f} s {spread}")
+    far = max(abs(one - other) for one, other in zip(found["in chunks"].losses, plain.losses, strict=True))
+    print(f"losses in chunks differ by at most {far:.1e}")
+    return int(far > 1e-3)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
