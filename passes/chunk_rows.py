@@ -80,7 +80,8 @@ def chunk_rows(
     if rows is not None:
         found = _in_chunks(program, rows)
         if not found.notes and program.has_backward and whole:
-            raise OptionError("chunk", f"has no effect: {found.why}", "leave it out")
+            fix = "leave it out" if found.refused is None else found.refused.fix
+            raise OptionError("chunk", f"has no effect: {found.why}", fix)
         return found.noted
     if not program.has_backward:
         return _in_chunks(program, None, ahead=True).noted
@@ -138,6 +139,8 @@ def _in_chunks(program: Program, rows: int | None, *, ahead: bool = False) -> _F
             worth = _rows_worth(run) if rows is None else rows
             early = not ahead or not run.of(Phase.BACKWARD) or ahead_of_backward(run) is not None
             if early and worth and _narrow(run) * _LEAST <= wide.meta["val"].numel():
+                if worth >= run.count:  # and whatever is less wide has no more
+                    return _Found(program, [*notes, f"chunk_rows: {wide.name} has {run.count} rows, which are few"])
                 program, note = _Chunks(program, run, worth).written()
                 notes.append(note)
         except NoRunError as error:

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zcompile
+from tests import pipelines
 from tests.cases import quickly
-from tests.compare import gradients
+from tests.compare import full, gradients
 from tests.models import GPT
 from tests.threads import Threads
 from zcompile import OptionError
@@ -31,6 +32,7 @@ from zcompile.ir.layout import STAGES
 from zcompile.ir.operation import data
 from zcompile.ir.placement import PARTIAL
 from zcompile.model.units import make_layout
+from zcompile.passes.chunk_rows import chunk_rows
 from zcompile.proof.dumps import prove_dump
 from zcompile.report.dumps import write_dump
 from zcompile.schedule.pipeline import Journal
@@ -299,7 +301,9 @@ def test_a_training_step_in_which_nothing_is_wide_is_refused(without_group: None
         return F.cross_entropy(*flat(logits, targets), ignore_index=-1), logits
 
     compiled = zcompile.compile(Model(returned), backend="eager", chunk=12)
-    with pytest.raises(OptionError, match=r"chunk: has no effect: .*: is returned"):
+    with pytest.raises(
+        OptionError, match=r"(?s)chunk: has no effect: .*: is returned.*Fix: let the model return the loss"
+    ):
         compiled(*batch())
 
 
@@ -386,6 +390,52 @@ def test_a_budget_is_kept_by_chunks_or_refused() -> None:
     assert peak(f"{most // 2} B") <= most // 2
     with pytest.raises(OptionError, match=r"chunk: 9\.766 KiB is less than the .* that this step takes at the least"):
         peak("10000 B")
+
+
+def test_auto_chooses_rows_by_what_adding_up_takes_and_fewer_where_memory_is_short() -> None:
+    def traced(*shape: int) -> zcompile.Program:
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        model = GPT(layers=1, width=16, context=512, vocabulary=2048)
+        return trace(model, (tokens, tokens), fuses=False, chunks=True)
+
+    many, few = traced(16, 512), traced(2, 16)
+    chosen = chunk_rows(many)
+    assert chosen.notes == ("chunk_rows: mm, 64 MiB, is computed for 16 of 512 rows at once, 2 MiB",)
+    assert not chunk_rows(few).modules
+    most = peak_bytes(zcompile.pipeline(stage=0, partition="default").run(many))
+    short = zcompile.pipeline(stage=0, partition="default", chunk="auto", free=most // 20).run(many)
+    assert len(loops(short)) == 3
+    assert peak_bytes(short) <= most // 20
+
+
+def test_a_batch_of_few_rows_is_computed_at_once(without_group: None) -> None:
+    compiled = zcompile.compile(made("cross_entropy"), backend="eager", chunk=BATCH * LENGTH)
+    compiled(*batch()).backward()
+    assert not loops(program_of(compiled))
+    assert "has 40 rows, which are few" in compiled.explain()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "gpt tied"])
+def test_the_last_stage_of_a_pipeline_computes_its_loss_in_chunks(threads: Threads, name: str) -> None:
+    plain, chunked = (threads.run(2, in_a_pipeline, name, chunk) for chunk in (None, 16))
+    for (loops_of, losses, parameters), (none, wanted, expected) in zip(chunked, plain, strict=True):
+        assert none == 0
+        torch.testing.assert_close(losses, wanted)
+        torch.testing.assert_close(parameters, expected)
+        assert loops_of
+    assert chunked[1][0] > 0
+
+
+def in_a_pipeline(rank: int, name: str, chunk: int | None) -> tuple[int, Tensor, dict[str, Tensor]]:
+    model = pipelines.model_of(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"mesh": pipelines.mesh_of(2, 1), "microbatches": 2, "backend": "eager", "chunk": chunk}
+    step = zcompile.train_step(model, pipelines.loss_of, optimizer, **options)
+    losses = [step(*pipelines.batch_of(name, 0, number)) for number in range(3)]
+    parameters = {name: full(param.detach()).clone() for name, param in model.named_parameters()}
+    assert step.program is not None
+    return len(loops(step.program)), torch.stack(losses), parameters
 
 
 def test_communications_are_those_without_chunks() -> None:

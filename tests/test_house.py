@@ -87,19 +87,19 @@ LINES = {
     "zcompile/state": 1_660,
     "zcompile/tools": 4_690,
     "zcompile/torch_internals": 1_540,
-    "passes": 4_830,
+    "passes": 4_840,
     "runtime": 8_790,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 52_150
+MOST_LINES = 52_160
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,
     "families": 1_770,
     "faults": 1_560,
     "fuzz": 1_470,
-    "gpu": 1_550,
-    "memory": 1_030,
+    "gpu": 1_560,
+    "memory": 1_060,
     "mutants": 3_340,
     "speed": 2_530,
 }

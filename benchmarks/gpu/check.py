@@ -88,6 +88,7 @@ def parts_of(found: Machine, output: Path) -> tuple[Part, ...]:
         Part("waits", "Steps in which the host may not wait", waits, 0.15),
         Part("ranks", "Several ranks on one GPU", ranks, 0.4),
         Part("memory", "Memory of one rank of large worlds", memory, 0.25),
+        Part("chunks", "A large vocabulary in chunks", chunks, 0.25),
         Part("bench", "Benchmark, one rank", partial(bench, 1, ALONE, output), 0.65 if one else 0.4),
         Part("bench-small", "Benchmark, one rank, a smaller model", smaller, 1.0 if one else 0.4),
         Part("bench-ranks", "Benchmark, all GPUs", partial(bench, world, TOGETHER, Path(f"{output}-ranks")), 1.0, one),
@@ -123,6 +124,12 @@ def ranks(seconds: float) -> list[str]:
 def memory(_: float) -> list[str]:
     """Of the two that fit on a card of 40 GB."""
     return [sys.executable, "-m", "benchmarks.gpu.memory", "--models", "7.5B", "128B"]
+
+
+def chunks(_: float) -> list[str]:
+    """16,384 tokens of 128,256 words."""
+    options = ["--device", "cuda", "--backend", "inductor", "--rows", "2048", "--rounds", "3"]
+    return [sys.executable, "-m", "benchmarks.memory.chunks", *options]
 
 
 def bench(ranks: int, names: Sequence[str], output: Path, seconds: float, sizes: Sequence[str] = ()) -> list[str]:

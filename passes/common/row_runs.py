@@ -25,9 +25,12 @@ from zcompile.ir.rows import Placements, is_scaled, through_view
 class NoRunError(Exception):
     """A wide value cannot be computed in chunks; `node`: the line because of which."""
 
-    def __init__(self, node: fx.Node, problem: str) -> None:
+    def __init__(self, node: fx.Node, problem: str, fix: str = "leave it out") -> None:
         super().__init__(problem)
-        self.node = node
+        self.node, self.fix = node, fix
+
+
+_RETURNED = "let the model return the loss alone, or zcompile.train_step read it: loss_fn=lambda model, *args: ....loss"
 
 
 @dataclass
@@ -159,7 +162,7 @@ class _Growth:
             for result in filter(self.found.is_wide, (made, *items)):
                 for user in result.users:
                     if isinstance(data(user).op, Results):
-                        raise NoRunError(result, "is returned")
+                        raise NoRunError(result, "is returned", _RETURNED)
                     self._add(user)
 
     def _between(self, phase: Phase) -> list[fx.Node]:

@@ -39,8 +39,9 @@ from zcompile.state.model_state import ModelState
 from zcompile.state.savable import Savable
 
 Result = TypeVar("Result")
-_TAKEN = frozenset({"stage", "prefetch", "dtype", "reduce_dtype", "backend", "bucket", "checkpoint", "memory_limit"})
-_TAKEN |= {"shard", "outer_dtype", "outer_gather_dtype", "offload_parameters", "offload_activations", "dump", "record"}
+_TAKEN = frozenset({"stage", "prefetch", "dtype", "reduce_dtype", "backend", "bucket", "checkpoint", "chunk", "dump"})
+_TAKEN |= {"shard", "outer_dtype", "outer_gather_dtype", "memory_limit", "offload_parameters", "offload_activations"}
+_TAKEN |= {"record"}
 """Options of `zcompile.compile` that pipelines support, besides `units` and `mesh`."""
 
 
