@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zcompile
 from tests import pipelines
@@ -177,7 +178,8 @@ def trained(model: nn.Module, compiled: Any, steps: int = 3) -> tuple[list[float
 def against_whole(rank: int, loss: str, head: str, **options: Any) -> Any:
     """The compiled model, after three steps that were those of the same without chunks."""
     model, plain = made(loss, head), made(loss, head)
-    compiled = zcompile.compile(model, backend="eager", chunk=12, **options)
+    rows = 2 * LENGTH if loss == "shifted_logits" else 12  # logits that are cut leave the sequences as rows
+    compiled = zcompile.compile(model, backend="eager", chunk=rows, **options)
     found = trained(model, compiled)
     whole = trained(plain, zcompile.compile(plain, backend="eager", **options))
     assert found[0] == pytest.approx(whole[0], rel=1e-5)
@@ -224,6 +226,55 @@ def in_stage(rank: int, stage: int, loss: str, head: str) -> int:
 )
 def test_every_stage_computes_the_same_in_chunks(threads: Threads, stage: int, loss: str, head: str) -> None:
     assert threads.run(2, in_stage, stage, loss, head)
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "checkpoint": {"checkpoint": "unit"},
+    "budget": {"checkpoint": 0.9},
+    "arenas": {"arenas": True},
+    "arenas, checkpoint": {"arenas": True, "checkpoint": "unit", "stage": 2},
+    "offload": {"offload_activations": "disk"},
+    "parameters": {"offload_parameters": "disk"},
+    "mixed": {"dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "hybrid": {"replicas": 2},
+    "hpz": {"replicas": 2, "shard": "hpz"},
+    "inductor": {"backend": "inductor"},
+}
+
+
+def beside(rank: int, name: str, folder: str) -> str:
+    """Two micro-batches, then a step, twice: in chunks and without."""
+    options, found = {"backend": "eager", **BESIDE[name]}, []
+    options |= {key: f"disk:{folder}" for key, value in options.items() if value == "disk"}
+    replicas = options.pop("replicas", 0)
+    if replicas:
+        options["mesh"] = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("replicate", "shard"))
+    for chunk in (16, None):
+        torch.manual_seed(0)
+        model = GPT(layers=2, width=16, context=LENGTH, vocabulary=WORDS)
+        compiled = zcompile.compile(model, chunk=chunk, **options)
+        optimizer, losses = torch.optim.SGD(compiled.parameters(), lr=0.1), []
+        for step in range(2):
+            with compiled.no_sync():
+                compiled(*(value.clamp(min=0) for value in batch(10 * rank + step))).backward()
+            losses.append(compiled(*(value.clamp(min=0) for value in batch(10 * rank + step + 5))))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        has_loops = any(loops(step.program) for step in compiled._engine.runtime.steps)
+        assert has_loops is (chunk is not None)
+        found.append(
+            ([loss.detach() for loss in losses], {n: full(p.detach()).clone() for n, p in model.named_parameters()})
+        )
+    close = {"rtol": 2e-2, "atol": 2e-3} if "dtype" in options else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(*found, **close)
+    return ""
+
+
+@quickly("name", [*BESIDE], ["arenas, checkpoint", "mixed"])
+def test_chunks_go_beside_other_options(threads: Threads, name: str, tmp_path: Path) -> None:
+    world = 4 if "replicas" in BESIDE[name] else 2
+    assert threads.run(world, beside, name, str(tmp_path)) == [""] * world
 
 
 def in_order(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -343,7 +394,7 @@ def test_a_loop_is_proven_from_its_text(loss: str, head: str, tmp_path: Path) ->
     model, journal = made(loss, head), Journal()
     traced = trace(model, batch(), fuses=False, chunks=True)
     traced = replace(traced, layout=make_layout(model, STAGES[3], axes_of(2)))
-    program = zcompile.pipeline(stage=3, chunk=12).run(traced, journal)
+    program = zcompile.pipeline(stage=3, chunk=2 * LENGTH if loss == "shifted_logits" else 12).run(traced, journal)
     assert loops(program)
     write_dump(tmp_path, [journal], "", CPU)
     (verdict,) = prove_dump(tmp_path)

@@ -65,10 +65,12 @@ class RowRun:
 
     @property
     def count(self) -> int:
-        """The rows of the wide value, those of all groups and of the dimensions before it."""
-        placement = self.placed.of[self.wide]
+        """The rows of the wide value, over all its dimensions but the last, or those before the one that is divided."""
+        placement, shape = self.placed.of[self.wide], shape_of(self.wide)
         assert isinstance(placement, Divided), "a wide value has rows"
-        return math.prod(shape_of(self.wide)[: placement.dim]) * placement.outer * self.placed.rows
+        if placement.dim < len(shape) - 1:
+            return math.prod(shape[:-1])
+        return math.prod(shape[:-1]) * placement.outer * self.placed.rows
 
     def of(self, phase: Phase) -> list[fx.Node]:
         """Return the members in a phase, in the program's order."""
