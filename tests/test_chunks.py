@@ -271,7 +271,7 @@ def beside(rank: int, name: str, folder: str) -> str:
     return ""
 
 
-@quickly("name", [*BESIDE], ["arenas, checkpoint", "mixed"])
+@quickly("name", [*BESIDE], ["mixed"])
 def test_chunks_go_beside_other_options(threads: Threads, name: str, tmp_path: Path) -> None:
     world = 4 if "replicas" in BESIDE[name] else 2
     assert threads.run(world, beside, name, str(tmp_path)) == [""] * world
@@ -498,6 +498,7 @@ def test_communications_are_those_without_chunks() -> None:
     assert chunked.communications() == plain.communications()
 
 
+@pytest.mark.slow
 def test_an_operation_of_a_turn_that_makes_nan_is_found(without_group: None, tmp_path: Path) -> None:
     model = made("cross_entropy")
     with torch.no_grad():
@@ -510,6 +511,7 @@ def test_an_operation_of_a_turn_that_makes_nan_is_found(without_group: None, tmp
     assert "aten._log_softmax.default(" in text
 
 
+@pytest.mark.slow
 def test_each_size_has_a_program_of_its_own(without_group: None) -> None:
     """More of them than torch compiles by itself; the last turn has fewer rows than the others."""
     torch.manual_seed(0)
