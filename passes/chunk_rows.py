@@ -130,7 +130,7 @@ def _attempts(program: Program, *, unchanged: bool) -> Iterator[_Found]:
 def _in_chunks(program: Program, rows: int | None, *, ahead: bool = False) -> _Found:
     """Compute wide values for `rows` rows at once, or as many as are worth it; with `ahead` only losses."""
     program = program.copy()
-    notes, refused = list[str](), list[NoRunError]()
+    notes, few, refused = list[str](), list[str](), list[NoRunError]()
     for wide in _wide_values(program):
         if not wide.users:
             continue  # a loop computes it
@@ -139,13 +139,14 @@ def _in_chunks(program: Program, rows: int | None, *, ahead: bool = False) -> _F
             worth = _rows_worth(run) if rows is None else rows
             early = not ahead or not run.of(Phase.BACKWARD) or ahead_of_backward(run) is not None
             if early and worth and _narrow(run) * _LEAST <= wide.meta["val"].numel():
-                if worth >= run.count:  # and whatever is less wide has no more
-                    return _Found(program, [*notes, f"chunk_rows: {wide.name} has {run.count} rows, which are few"])
+                if worth >= run.count:
+                    few = few or [f"chunk_rows: {wide.name} has {run.count} rows, which are few"]
+                    continue
                 program, note = _Chunks(program, run, worth).written()
                 notes.append(note)
         except NoRunError as error:
             refused += [error] if not notes else []  # smaller values may well be narrow
-    return _Found(program, notes, refused[0] if refused else None)
+    return _Found(program, [*notes, *few], refused[0] if refused else None)
 
 
 def _rows_worth(run: RowRun) -> int:

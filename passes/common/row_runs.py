@@ -30,7 +30,7 @@ class NoRunError(Exception):
         self.node, self.fix = node, fix
 
 
-_RETURNED = "let the model return the loss alone, or zcompile.train_step read it: loss_fn=lambda model, *args: ....loss"
+_RETURNED = "let the model return the loss alone, or give zcompile.train_step a loss_fn that does"
 
 
 @dataclass

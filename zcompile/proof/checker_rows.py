@@ -75,6 +75,12 @@ def _reduced(line: Called, *, adds: bool = False) -> Iterator[Axis]:
             yield {0: dim}, [SUM]
 
 
+def _spread(line: Called) -> Iterator[Axis]:
+    """As overloads named "correction" take them: others have something else where `keepdim` is elsewhere."""
+    if len(line.args) <= 2:
+        yield from _reduced(line)
+
+
 def _along(line: Called, place: int = 1) -> Iterator[Axis]:
     shape, every = line.shapes[0], range(len(line.shapes))
     for dim in range(len(shape)):
@@ -154,28 +160,11 @@ _POINTWISE = (
     " sigmoid_backward sign silu silu_backward sin sinc sinh softplus softplus_backward sqrt sub tan tanh tanh_backward"
     " threshold threshold_backward trunc where xlogy zeros_like _to_copy"
 )
-_REDUCTIONS = "amax amin mean logsumexp any all prod argmax argmin max min var std var_mean"
+_REDUCTIONS = "amax amin mean logsumexp any all prod argmax argmin max min"
 _AXES: dict[str, Axes] = {
     **dict.fromkeys(_POINTWISE.split(), _pointwise),
-    **dict.fromkeys(
-        [
-            "amax",
-            "amin",
-            "mean",
-            "logsumexp",
-            "any",
-            "all",
-            "prod",
-            "argmax",
-            "argmin",
-            "max",
-            "min",
-            "var",
-            "std",
-            "var_mean",
-        ],
-        _reduced,
-    ),
+    **dict.fromkeys(_REDUCTIONS.split(), _reduced),
+    **dict.fromkeys(("var", "std", "var_mean"), _spread),
     **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "gather", "scatter", "scatter_add"), _along),
     **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), lambda line: _along(line, 2)),
     "mm": _lettered("ik,kj->ij"),
