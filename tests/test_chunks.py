@@ -466,6 +466,23 @@ def test_a_batch_of_few_rows_is_computed_at_once(without_group: None) -> None:
     assert "has 40 rows, which are few" in compiled.explain()
 
 
+def test_values_with_more_rows_are_chunked_behind_the_widest_with_few() -> None:
+    """The head is of the last tokens alone, the layer before it of all."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.head = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), nn.Linear(WIDTH, 8192)
+
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(self.down(torch.relu(self.up(x)))[:, -1]), targets)
+
+    traced = trace(Last(), (torch.zeros(4, 64, WIDTH), torch.zeros(4, dtype=torch.int64)), fuses=False, chunks=True)
+    found = chunk_rows(traced, rows=32)
+    assert [note.split(",")[0] for note in found.notes[:1]] == ["chunk_rows: addmm"]
+    assert any("has 4 rows, which are few" in note for note in found.notes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "gpt tied"])
 def test_the_last_stage_of_a_pipeline_computes_its_loss_in_chunks(threads: Threads, name: str) -> None:

@@ -106,8 +106,8 @@ def by_zcompile(model: GPT, backend: str, chunk: int | None) -> Step:
 
 def measure(sizes: Sizes, rows: int, rounds: int, backend: str, device: str) -> dict[str, Found]:
     """Train with each in turn."""
-    models = {name: make_model(sizes, 0).to(device) for name in ("as it is", "in chunks", "by hand", "without logits")}
-    models["without logits"].__class__ = WithoutLogits
+    models = {name: make_model(sizes, 0).to(device) for name in ("as it is", "in chunks", "by hand")}
+    models["without logits"] = WithoutLogits(models["as it is"].config).to(device)
     steps = {
         name: by_hand(model, rows)
         if name == "by hand"

@@ -64,8 +64,8 @@ def _joined(loop: RowLoop, turns: Sequence[Lanes], placement: Placement, lanes: 
 # -- mutations --------------------------------------------------------------------------------------------------------
 
 
-def _loop(random: Random, program: Program) -> Region:
-    return pick(random, [region for region in program.regions.values() if region.rows is not None])
+def _loop(random: Random, program: Program) -> tuple[Region, RowLoop]:
+    return pick(random, [(one, one.rows) for one in program.regions.values() if one.rows is not None])
 
 
 def _with(program: Program, region: Region, **changes: Any) -> Program:
@@ -76,31 +76,27 @@ def _with(program: Program, region: Region, **changes: Any) -> Program:
 
 def leave_out_rows(random: Random, program: Program) -> Program:
     """The last turn is left out."""
-    region = _loop(random, program)
-    assert region.rows is not None, "it is a loop"
-    return _with(program, region, rows=region.rows.rows - region.rows.size)
+    region, loop = _loop(random, program)
+    return _with(program, region, rows=loop.rows - loop.size)
 
 
 def add_rows(random: Random, program: Program) -> Program:
     """There is a turn more, or there are twice as many."""
-    region = _loop(random, program)
-    assert region.rows is not None, "it is a loop"
-    rows = region.rows.rows
-    return _with(program, region, rows=random.choice([rows + region.rows.size, 2 * rows]))
+    region, loop = _loop(random, program)
+    rows = loop.rows
+    return _with(program, region, rows=random.choice([rows + loop.size, 2 * rows]))
 
 
 def exchange_rows(random: Random, program: Program) -> Program:
     """There are as many rows in a turn as there were turns."""
-    region = _loop(random, program)
-    assert region.rows is not None, "it is a loop"
-    return _with(program, region, size=region.rows.rows // region.rows.size)
+    region, loop = _loop(random, program)
+    return _with(program, region, size=loop.rows // loop.size)
 
 
 def take_otherwise(random: Random, program: Program) -> Program:
     """A value is given to all turns as a whole, or divided, or along another dimension."""
-    region = _loop(random, program)
-    assert region.rows is not None, "it is a loop"
-    takes = [*region.rows.takes]
+    region, loop = _loop(random, program)
+    takes = [*loop.takes]
     index = random.randrange(len(takes))
     takes[index] = _other(random, takes[index], WHOLE)
     return _with(program, region, takes=tuple(takes))
@@ -108,9 +104,8 @@ def take_otherwise(random: Random, program: Program) -> Program:
 
 def give_otherwise(random: Random, program: Program) -> Program:
     """The results of turns are added up, or joined, or along another dimension."""
-    region = _loop(random, program)
-    assert region.rows is not None, "it is a loop"
-    gives = [*region.rows.gives]
+    region, loop = _loop(random, program)
+    gives = [*loop.gives]
     index = random.randrange(len(gives))
     gives[index] = _other(random, gives[index], PARTIAL)
     return _with(program, region, gives=tuple(gives))
@@ -125,19 +120,18 @@ def _other(random: Random, placement: Placement, undivided: Placement) -> Placem
 
 def forget_factor(random: Random, program: Program) -> Program:
     """What has 1 in place of a number counts as computed with 1."""
-    return _with(program, _loop(random, program), factor="")
+    return _with(program, _loop(random, program)[0], factor="")
 
 
 def average_turns(random: Random, program: Program) -> Program:
     """A result of each turn is divided by the number of turns, or of its rows: the mean of means."""
-    region = _loop(random, program)
-    assert region.rows is not None, "it is a loop"
+    region, loop = _loop(random, program)
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(region.graph, values)
     results = [values[node] for node in region.outputs]
     index = random.randrange(len(results))
-    count = random.choice([region.rows.size, region.rows.rows // region.rows.size])
+    count = random.choice([loop.size, loop.rows // loop.size])
     divided = graph.call_function(aten.div.Scalar, (results[index], float(count)))
     divided.meta = {**results[index].meta}
     results[index] = divided
