@@ -25,7 +25,7 @@ from tests.cases import quickly
 from tests.compare import full, gradients
 from tests.models import GPT
 from tests.threads import Threads
-from zcompile import OptionError
+from zcompile import OptionError, ResultError
 from zcompile.cost.hardware import CPU
 from zcompile.cost.memory import peak_bytes
 from zcompile.ir.axis import axes_of
@@ -346,10 +346,50 @@ def test_an_evaluation_that_returns_logits_is_as_it_was(without_group: None) -> 
     assert "chunk_rows: not in chunks" in compiled.explain()
 
 
+def with_logits(model: Any, tokens: Tensor, targets: Tensor) -> Any:
+    logits = model.logits(tokens)
+    return F.cross_entropy(*flat(logits, targets), ignore_index=-1), {"logits": logits, "hidden": model.hidden(tokens)}
+
+
+READS: list[Callable[[Any], Any]] = [
+    lambda logits: logits.argmax(-1),
+    lambda logits: torch.argmax(logits, -1),
+    lambda logits: logits[:, :-1],
+    lambda logits: logits + 1,
+    lambda logits: torch.ones(3) - logits,
+    lambda logits: logits == torch.ones(3),
+    lambda logits: float(logits),
+    lambda logits: bool(logits),
+    lambda logits: torch.stack([logits]),
+    list,
+]
+
+
+def test_logits_beside_a_loss_are_not_kept_and_refuse_to_be_read(without_group: None) -> None:
+    torch.manual_seed(0)
+    model = Model(with_logits)
+    plain = copy.deepcopy(model)
+    compiled = zcompile.compile(model, backend="eager", chunk=12)
+    loss, others = compiled(*batch())
+    loss.backward()
+    wanted, expected = plain(*batch())
+    wanted.backward()
+    assert torch.equal(loss, wanted)
+    assert torch.equal(others["hidden"], expected["hidden"])
+    assert loops(program_of(compiled))
+    torch.testing.assert_close(gradients(compiled), gradients(plain))
+    for read in READS:
+        with pytest.raises(ResultError, match=r"result 1 of the model \(.*test_chunks.py:\d+\): was not kept"):
+            read(others["logits"])
+    assert "NotKept: result 1" in repr(others["logits"])
+    assert not hasattr(others["logits"], "dtype")
+    with torch.no_grad():
+        assert torch.equal(compiled(*batch())[1]["logits"], expected["logits"])
+
+
 def test_a_training_step_in_which_nothing_is_wide_is_refused(without_group: None) -> None:
     def returned(model: Any, tokens: Tensor, targets: Tensor) -> Any:
-        logits = model.logits(tokens)
-        return F.cross_entropy(*flat(logits, targets), ignore_index=-1), logits
+        return model.logits(tokens)  # for a loss outside of the model
 
     compiled = zcompile.compile(Model(returned), backend="eager", chunk=12)
     with pytest.raises(

@@ -71,11 +71,11 @@ ROOMS = {
 
 
 LINES = {
-    "zcompile": 1_790,
+    "zcompile": 1_800,
     "zcompile/cost": 2_730,
     "zcompile/engine": 5_530,
     "zcompile/facts": 790,
-    "zcompile/frontend": 1_420,
+    "zcompile/frontend": 1_510,
     "zcompile/integrations": 660,
     "zcompile/ir": 5_250,
     "zcompile/model": 1_570,
@@ -91,7 +91,7 @@ LINES = {
     "runtime": 8_790,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 52_160
+MOST_LINES = 52_250
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,
@@ -99,7 +99,7 @@ BENCHMARKS = {
     "faults": 1_560,
     "fuzz": 1_470,
     "gpu": 1_560,
-    "memory": 1_060,
+    "memory": 1_070,
     "mutants": 3_340,
     "speed": 2_530,
 }

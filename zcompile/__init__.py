@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         ProgramError,
         ProofError,
         ReplayError,
+        ResultError,
         StateError,
         SubjectError,
         TimelineError,
@@ -87,6 +88,7 @@ __all__ = [
     "ProofError",
     "Region",
     "ReplayError",
+    "ResultError",
     "Rule",
     "StateError",
     "SubjectError",
@@ -119,7 +121,7 @@ _HOMES = {
     "zcompile.cost.timeline": "Timeline",
     "zcompile.errors": "AgreementError BackwardError CaptureError GroupError ModelError OptimizerError OptionError "
     "ParameterError ParseError PipelineError ProfileError ProgramError ProofError ReplayError "
-    "StateError SubjectError TimelineError VersionError ZcompileError",
+    "ResultError StateError SubjectError TimelineError VersionError ZcompileError",
     "zcompile.facts": "Fact Violation verify",
     "zcompile.ir.parser": "parse",
     "zcompile.ir.program": "Program",

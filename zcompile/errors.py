@@ -71,6 +71,10 @@ class StateError(ZcompileError):
     """A state dict or checkpoint does not match the model or optimizer, is damaged, or cannot be written."""
 
 
+class ResultError(ZcompileError, AttributeError):
+    """A result of a call is read that was not kept."""
+
+
 class BackwardError(ZcompileError):
     """A backward would compute wrong gradients: its graph was freed, or parameters changed after the forward."""
 

@@ -1,8 +1,9 @@
 """A step over a large vocabulary with and without `chunk=`: `python -m benchmarks.memory.chunks`, ten minutes, 24 GiB.
 
 One rank trains a GPT in turn as it is, in chunks, with a loss that is written in chunks by hand, as trl's and
-torchtitan's are (the head, the loss and the backward of some rows at a time, by autograd), and with a loss that reads
-no logits at all. Printed are, of each, the bytes at the peak of a step beside those before it (on the CPU live bytes,
+torchtitan's are (the head, the loss and the backward of some rows at a time, by autograd), with the one of trl where
+that is installed (tiles of 4,096 tokens and 32,768 words, as its trainers ask), and with a loss that reads no logits.
+Printed are, of each, the bytes at the peak of a step beside those before it (on the CPU live bytes,
 `benchmarks.common.live_bytes`; with `--device cuda` what torch has allocated, in bfloat16, of 124 million parameters
 beside the words), and its seconds over those of the model as it is in the same round: median and spread.
 """
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +94,19 @@ def by_hand(model: GPT, rows: int) -> Step:
     return step
 
 
+def by_trl(model: GPT) -> Step:
+    from trl.kernels import ChunkedLogProbFunction
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+            given = hidden(model, tokens), model.head.weight, model.head.bias, targets.flatten(), 1.0, 32_768, None, 1.0
+            loss: Tensor = -ChunkedLogProbFunction.apply(*given, ())[0].mean()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
 def by_zcompile(model: GPT, backend: str, chunk: int | None) -> Step:
     dtype = torch.bfloat16 if next(model.parameters()).is_cuda else None
     compiled = zcompile.compile(model, stage=0, backend=backend, chunk=chunk, dtype=dtype)
@@ -106,14 +121,16 @@ def by_zcompile(model: GPT, backend: str, chunk: int | None) -> Step:
 
 def measure(sizes: Sizes, rows: int, rounds: int, backend: str, device: str) -> dict[str, Found]:
     """Train with each in turn."""
-    models = {name: make_model(sizes, 0).to(device) for name in ("as it is", "in chunks", "by hand")}
-    models["without logits"] = WithoutLogits(models["as it is"].config).to(device)
-    steps = {
-        name: by_hand(model, rows)
-        if name == "by hand"
-        else by_zcompile(model, backend, rows if name == "in chunks" else None)
-        for name, model in models.items()
+    ways: dict[str, Callable[[GPT], Step]] = {
+        "as it is": lambda model: by_zcompile(model, backend, None),
+        "in chunks": lambda model: by_zcompile(model, backend, rows),
+        "by hand": lambda model: by_hand(model, rows),
+        **({"by trl": by_trl} if find_spec("trl") else {}),
+        "without logits": lambda model: by_zcompile(model, backend, None),
     }
+    models = {name: make_model(sizes, 0).to(device) for name in ways}
+    models["without logits"] = WithoutLogits(models["as it is"].config).to(device)
+    steps = {name: make(models[name]) for name, make in ways.items()}
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
     counter = Allocated() if device == "cuda" else LiveBytes()
     found = {name: Found() for name in steps}

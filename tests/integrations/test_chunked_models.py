@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zcompile
-from tests.compare import full
+from tests.compare import full, gradients
 from tests.threads import Threads
 
 pytest.importorskip("transformers", reason="needs transformers: make test-integrations")
@@ -128,3 +128,19 @@ def against_whole(rank: int, name: str, stage: int) -> str:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_in_chunks_as_without(threads: Threads, name: str, stage: int) -> None:
     assert threads.run(2, against_whole, name, stage) == ["", ""]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "t5", "bert"])
+def test_a_loop_reads_the_loss_of_a_model_that_returns_logits(without_group: None, name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    plain = copy.deepcopy(model)
+    compiled = zcompile.compile(model, backend="eager", chunk=ROWS)
+    result, expected = compiled(**batch(0, 0)), plain(**batch(0, 0))
+    for found in (result, expected):
+        found.loss.backward()
+    torch.testing.assert_close(result.loss, expected.loss)
+    torch.testing.assert_close(gradients(compiled), gradients(plain), rtol=1e-4, atol=1e-6)
+    assert "is computed for" in compiled.explain()
+    with pytest.raises(zcompile.ResultError, match="was not kept"):
+        result.logits.argmax(-1)

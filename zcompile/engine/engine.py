@@ -21,6 +21,7 @@ from zcompile.engine.rewritten import CachedStep, PassInputs, Rewritten
 from zcompile.engine.step_trace import is_intercepting, offer
 from zcompile.errors import AgreementError, OptionError, PipelineError, ProgramError
 from zcompile.frontend.capture import Capture, Names
+from zcompile.frontend.kept_results import without_wide_results
 from zcompile.frontend.local_graphs import Locals, on_locals
 from zcompile.frontend.step_cache import Runner, StepCache, own_source
 from zcompile.ir.operation import op_of
@@ -102,8 +103,11 @@ class Engine:
             kept = cache if called is names else None
             return Capture(called, layout, lower, cache=kept, decompositions=self.options.decompositions)
 
+        def compiled(graph: torch.fx.GraphModule) -> Callable[..., Any]:
+            return on_locals(graph, inputs, names, locals_ or {}, capturing)
+
         with self.runtime.progress.doing("tracing its backward"), old_objects_frozen():
-            return on_locals(module, inputs, names, locals_ or {}, capturing)
+            return compiled(module) if self.options.chunk is None else without_wide_results(module, compiled)
 
     @property
     def _is_cached(self) -> bool:
