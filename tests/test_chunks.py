@@ -468,6 +468,7 @@ def test_a_loop_takes_one_value_in_rows_and_as_a_whole(without_group: None) -> N
     torch.testing.assert_close(gradients(model)["layer.weight"], expected)
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_by_chunks_or_refused() -> None:
     tokens = torch.zeros(8, 64, dtype=torch.int64)
     model = GPT(layers=1, width=16, context=64, vocabulary=2048)
@@ -483,6 +484,7 @@ def test_a_budget_is_kept_by_chunks_or_refused() -> None:
         peak("10000 B")
 
 
+@pytest.mark.slow
 def test_auto_chooses_rows_by_what_adding_up_takes_and_fewer_where_memory_is_short() -> None:
     def traced(*shape: int) -> zcompile.Program:
         tokens = torch.zeros(shape, dtype=torch.int64)

@@ -87,11 +87,11 @@ LINES = {
     "zcompile/state": 1_660,
     "zcompile/tools": 4_690,
     "zcompile/torch_internals": 1_540,
-    "passes": 4_840,
+    "passes": 5_020,
     "runtime": 8_790,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 52_250
+MOST_LINES = 52_420
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

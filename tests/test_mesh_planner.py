@@ -344,6 +344,7 @@ def test_what_fits_nowhere_is_said_with_what_comes_nearest() -> None:
     assert "holds nothing on 8 ranks" in str(plan)
 
 
+@pytest.mark.slow
 def test_a_plan_is_json() -> None:
     plan = found(schedules=["1f1b"], stages=[1])
     read = json.loads(json.dumps(plan.as_dict()))

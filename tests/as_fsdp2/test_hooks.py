@@ -148,6 +148,7 @@ def test_a_hook_on_a_full_gradient_is_refused_with_the_one_to_take(rank: int) ->
     assert "register_post_accumulate_grad_hook" in message
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_hook_may_change_the_reduced_gradient_in_place(rank: int) -> list[Any]:
     """In place of an all-reduce hook: what changes gradients after the reduction, in a hook on the shard."""

@@ -109,6 +109,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3},
     "checkpoint": {"stage": 3, "checkpoint": "unit"},
+    "chunks": {"stage": 3, "chunk": 8},
     "activations": {"stage": 3, "offload_activations": "cpu"},
     "parameters": {"stage": 3, "offload_parameters": "cpu"},
 }
@@ -156,6 +157,28 @@ def check(answers: Sequence[tuple[list[bool], list[str], int]]) -> None:
         assert findings == []
         assert all(same), same
         assert launched
+
+
+def forward_graphs(rank: int, stage: int) -> int:
+    """How many graphs a forward replays."""
+    from tests.simulated.device import checker
+
+    compiled = zcompile.compile(make("gpt").cuda(), backend="eager", stage=stage, cuda_graphs=True)
+    for step in range(STEPS):
+        checker.launches.clear()
+        loss = compiled(*given(rank, step))
+        launched = checker.launches["a CUDA graph"]
+        loss.backward()
+        compiled.zero_grad()
+    return launched
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_regions_that_nothing_parts_are_one_graph(gpus: Ranks) -> None:
+    assert gpus.run(2, forward_graphs, 0) == [1, 1]
+    (parted, _) = gpus.run(2, forward_graphs, 3)
+    assert parted > 1  # by gathers and releases
 
 
 class Drawing(nn.Module):

@@ -55,6 +55,7 @@ WAITS: dict[str, int | tuple[int, ...]] = {
     "train step, stage 3, writing": 1,
     # GradScaler asks the device whether a gradient has overflowed.
     "stage 3, float16, scaling": 1,
+    "stage 3, float16, scaling, chunks": 1,
     "hfsdp, float16, scaling": 1,
     # Ranks of a pipeline compare their scales, too.
     "pipeline, float16, scaling": 2,

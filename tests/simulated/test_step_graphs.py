@@ -185,6 +185,7 @@ CASES: dict[str, tuple[Way, dict[str, Any]]] = {
     "no prefetch": (plainly, {"prefetch": 0}),
     "bf16": (plainly, {"dtype": torch.bfloat16}),
     "checkpoint": (plainly, {"checkpoint": "unit"}),
+    "chunks": (plainly, {"chunk": 8}),
     "scaled": (plainly, {"dtype": torch.float16, "scaled": True, "optimizer": partial(torch.optim.AdamW, fused=True)}),
     "clipped": (plainly, {"clip_grad_norm": 0.5}),
     "hybrid": (plainly, {"mesh": (2, 2)}),
@@ -355,6 +356,7 @@ def test_states_of_random_numbers_are_not_captured(gpus: Ranks) -> None:
     assert "cannot be captured as one CUDA graph: operation not permitted" in text
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_graph_cannot_do_is_refused(gpus: Ranks) -> None:
     (texts,) = gpus.run(1, refused, timeout=300)
@@ -385,6 +387,7 @@ def short_of_memory(rank: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_rank_that_cannot_capture_leaves_none_waiting(gpus: Ranks) -> None:
     first, second = gpus.run(2, short_of_memory, timeout=100)

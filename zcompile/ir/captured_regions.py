@@ -22,12 +22,12 @@ def captured_regions(program: Program) -> Mapping[str, frozenset[int] | str]:
     for call in program.nodes(Call):
         calls[op_of(call, Call).region].append(call)
     return {
-        name: _obstacle(region) or frozenset(_fixed(program, region, calls[name]))
+        name: obstacle(region) or frozenset(_fixed(program, region, calls[name]))
         for name, region in program.regions.items()
     }
 
 
-def _obstacle(region: Region) -> str:
+def obstacle(region: Region) -> str:
     """Return why a region cannot be captured; "" if it can."""
     values = [node.meta.get("val") for node in region.graph.nodes]
     if any(value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor)):

@@ -24,6 +24,7 @@ from zcompile.passes.insert_reductions import insert_reductions
 from zcompile.passes.insert_updates import insert_updates
 from zcompile.passes.keep_full import keep_full
 from zcompile.passes.keep_within import keep_within
+from zcompile.passes.merge_regions import merge_regions
 from zcompile.passes.offload_activations import offload_activations as offload_activations_pass
 from zcompile.passes.outline_regions import outline_regions
 from zcompile.passes.pack_small import pack_small
@@ -81,6 +82,7 @@ _FULL = Trait.SCHEDULES | Trait.KEEPS_FULL
 ASSIGN = Pass("assign_units", assign_units, (facts.PHASES_SPLIT,), (facts.UNITS_ASSIGNED,), Trait.BEFORE_LAYOUT)
 DEFER = Pass("defer_weights", defer_weights, (facts.UNITS_ASSIGNED,))
 GATHER = Pass("insert_gathers", insert_gathers, (facts.REGIONS_OUTLINED,), GATHERED)
+MERGE = Pass("merge_regions", merge_regions, (facts.WAITS_SUNK,))
 CAPTURE = Pass("capture_graphs", capture_graphs, (facts.PLACES_DISJOINT,), (facts.RESULTS_OWNED,))
 REDUCE = Pass("insert_reductions", insert_reductions, (facts.REGIONS_OUTLINED,), (facts.REDUCED_ONCE,))
 
@@ -288,7 +290,7 @@ def _arenas(*, activations: bool, arenas: bool, graphs: bool) -> list[Pass]:
     """Return the passes that place buffers, after all others; with graphs, activations stay in graph memory."""
     plan = partial(plan_memory, activations=activations and not graphs)
     places = Pass("plan_memory", plan, (facts.WAITS_SUNK,), (facts.PLACES_DISJOINT,))
-    return [*([places] if arenas or graphs else []), *([CAPTURE] if graphs else [])]
+    return [MERGE, places, CAPTURE] if graphs else [places] if arenas else []
 
 
 def _offloads(ahead: int, *, shards: bool, away: bool, whole: bool, limit: int | None) -> list[Pass]:
