@@ -33,7 +33,7 @@ from zcompile.ir.ops import Chunked, Compute, Input, Item, Kind, Results, chunke
 from zcompile.ir.parameter_views import derived_values
 from zcompile.ir.placement import PARTIAL, WHOLE, Divided, RowLoop
 from zcompile.ir.program import Program
-from zcompile.ir.row_axes import BY_OPERATION, MixedRowsError, shape_of
+from zcompile.ir.row_axes import MixedRowsError, is_same_in_parts, shape_of
 from zcompile.ir.rows import with_rows
 from zcompile.ir.tensor_type import TensorType, human_bytes
 from zcompile.passes.common.row_runs import Ahead, NoRunError, RowRun, ahead_of_backward
@@ -317,8 +317,8 @@ class _Body:
         for source in node.all_input_nodes:
             if source in self.inside:
                 continue
-            if source.target in BY_OPERATION and not source.all_input_nodes:
-                self.add(source)  # a constant: what is zero shows
+            if is_same_in_parts(source):
+                self.add(source)  # what is zero shows, and the numbers of rows are those of a turn
             else:
                 self.inside[source] = self._one(source) if source is self.factor else self._read(source)
         self.inside[node] = self.graph.node_copy(node, self.inside.__getitem__)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.test_rows import CASES, LINEAR, ROWS, Case, computed, divided, graph_of
 from zcompile import ProofError
 from zcompile.engine.row_loops import looped
-from zcompile.ir.placement import PARTIAL, WHOLE, Placement, RowLoop
+from zcompile.ir.placement import PARTIAL, WHOLE, Divided, Placement, RowLoop
 from zcompile.ir.row_axes import MixedRowsError
 from zcompile.ir.rows import Placements, with_rows
 from zcompile.ir.tensor_type import TensorType
@@ -120,6 +120,49 @@ def test_what_is_proven_from_its_text_computes_the_same(number: int) -> None:
                 found = looped(loop, lambda _: lambda box: _run(case, literals, box))([*given])  # noqa: B023
                 for one, other in zip(found, wanted, strict=True):
                     torch.testing.assert_close(one, other, equal_nan=True)
+
+
+PUT = """
+def {name}(box):
+    (
+        x,  # f32[{rows}, 4]  argument 0
+        t,  # i64[{rows}]  argument 1
+        v,  # f32[{rows}]  argument 2
+    ) = unbox(box)
+    n = aten.arange.default({rows}, pin_memory=False)  # i64[{rows}]
+    {line}
+    y = aten.index_put.default(x, {indices}, v)  # f32[{rows}, 4]
+    return [y]{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "indices", "wanted"),
+    [
+        ("_ = aten.neg.default(t)  # i64[{rows}]", "[n, t]", True),
+        ("m = aten.neg.default(n)  # i64[{rows}]", "[m, t]", False),
+        ("_ = aten.neg.default(t)  # i64[{rows}]", "[t, n]", False),
+        ("_ = aten.neg.default(t)  # i64[{rows}]", "[n, n]", False),
+        ("_ = aten.neg.default(t)  # i64[{rows}]", "[t]", False),
+    ],
+)
+def test_the_numbers_of_rows_are_only_the_first_index_of_rows(line: str, indices: str, wanted: bool) -> None:
+    def function(name: str, rows: int, end: str = "") -> str:
+        return PUT.format(name=name, rows=rows, line=line.format(rows=rows), indices=indices, end=end)
+
+    loop = RowLoop(ROWS, SIZE, (Divided(0), Divided(0), Divided(0)), (Divided(0),))
+    arguments = "".join(f"        {name},  # argument {number}\n" for number, name in enumerate("xtv"))
+    dump = {
+        "00_capture.py": 'axes = {"dp": "shard 1"}\nunits = {}\n' + function("forward", ROWS, ", []"),
+        "forward.py": f"def forward(box):\n    (\n{arguments}    ) = unbox(box)\n"
+        "    y = region_0_in_chunks(x, t, v)\n    return [y], []\n",
+        "regions/region_0_in_chunks.py": f"@chunked({loop}){function('region_0_in_chunks', SIZE)}",
+    }
+    if wanted:
+        prove(dump)
+    else:
+        with pytest.raises(ProofError):
+            prove(dump)
 
 
 def _run(case: Case, literals: Sequence[Any], box: list[Any]) -> Sequence[Any]:

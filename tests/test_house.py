@@ -77,10 +77,10 @@ LINES = {
     "zcompile/facts": 790,
     "zcompile/frontend": 1_510,
     "zcompile/integrations": 660,
-    "zcompile/ir": 5_250,
+    "zcompile/ir": 5_300,
     "zcompile/model": 1_570,
     "zcompile/pipelining": 2_130,
-    "zcompile/proof": 4_950,
+    "zcompile/proof": 5_010,
     "zcompile/recording": 820,
     "zcompile/report": 1_550,
     "zcompile/schedule": 1_570,
@@ -91,7 +91,7 @@ LINES = {
     "runtime": 8_790,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 52_420
+MOST_LINES = 52_530
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

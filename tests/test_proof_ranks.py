@@ -404,6 +404,10 @@ def test_collectives_in_regions_and_of_activation_shards_are_read_in_order() -> 
         [mine, mine, mine.replace("f32[8, 4]             +128 B       a", "f32[8, 5]  +128 B  a")], "tp"
     )
     assert "message 1 over tp differs: rank 0, 1" in conflict_along([mine, mine, mine.replace("'3'", "'4'")], "tp")
+    looped = mine.replace("def region_0(", "@chunked(rows=8, size=4, takes=[None, 0], gives=[0])\ndef region_0(")
+    assert conflict_along([looped] * 3, "tp") == ""
+    other = looped.replace("size=4", "size=2")
+    assert "f32[8, 4] for 2 of 8 rows" in conflict_along([looped, looped, other], "tp")
 
 
 def dumped(folder: Path) -> Path:

@@ -161,6 +161,7 @@ OTHERS: list[Case] = [
     case(aten.select_backward.default, real(ROWS, 4), [3, ROWS, 4], 0, 1),
     case(aten.cat.default, [real(ROWS, 4), real(ROWS, 2)], 1),
     case(aten.constant_pad_nd.default, real(ROWS, 4), [1, 2], 0.5),
+    case(aten.index_put.default, real(5, ROWS), [yes(5, ROWS)], torch.tensor(2.0)),
     case(aten.view.default, real(5, ROWS, 4), [5 * ROWS, 4]),
     case(aten.view.default, real(5 * ROWS, 4), [5, ROWS, -1]),
     case(aten._unsafe_view.default, real(ROWS * 4, 3), [ROWS, 12]),
@@ -273,9 +274,51 @@ MIXING = {
 
 
 def test_every_operation_of_the_table_has_a_case() -> None:
-    known = {op for op, _, _ in (*CASES, *MADE)}
+    known = {op for op, _, _ in (*CASES, *MADE)} | {aten.arange.default}
+    known |= {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default}
     assert set(BY_OPERATION) | VIEWS <= known
     assert set(POINTWISE.split()) <= {op.overloadpacket.__name__ for op in known}
+
+
+def putting(numbers: Callable[[fx.Node], fx.Node] = lambda node: node, rows: int = ROWS) -> fx.Graph:
+    """A graph that puts a value into the column of each row that an index says, as a loss over parts of words does."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    given = real(rows, 4), whole(4, ROWS), real(ROWS)
+    nodes = []
+    for name, value in zip("xtv", given, strict=True):
+        nodes.append(graph.placeholder(name))
+        nodes[-1].meta["val"] = mode.from_tensor(value)
+        set_data(nodes[-1], Data(Input(Kind.DATA, len(nodes) - 1), type=TensorType.of(value)))
+    count = graph.call_function(aten.arange.default, (ROWS,), {"pin_memory": False})
+    put = graph.call_function(aten.index_put.default, (nodes[0], [numbers(count), nodes[1]], nodes[2]))
+    for node in [node for node in graph.nodes if node.op == "call_function"]:
+        args: Any = fx.map_arg(node.args, lambda one: one.meta["val"])
+        with mode:
+            node.meta["val"] = node.target(*args, **node.kwargs)  # type: ignore[operator]
+        set_data(node, Data(Compute(), type=TensorType.of(node.meta["val"])))
+    set_data(graph.output((put,)), Data(Results()))
+    return graph
+
+
+def test_the_numbers_of_rows_index_some_rows_as_they_do_all() -> None:
+    graph, takes = putting(), (Divided(0), Divided(0), Divided(0))
+    loop, given = RowLoop(ROWS, 4, takes, (Divided(0),)), [real(ROWS, 4), whole(4, ROWS), real(ROWS)]
+    parts = looped(loop, lambda rows: run(with_rows(graph, takes, ROWS, rows)))([*given])
+    assert torch.equal(parts[0], given[0].index_put((torch.arange(ROWS), given[1]), given[2]))
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        putting(lambda node: node.graph.call_function(aten.sub.Tensor, (ROWS - 1, node))),
+        putting(lambda node: node.graph.call_function(aten.add.Tensor, (node, node)), rows=2 * ROWS),
+        putting(rows=2 * ROWS),
+    ],
+)
+def test_numbers_that_are_not_those_of_rows_are_refused(graph: fx.Graph) -> None:
+    (_, index, _) = graph.find_nodes(op="placeholder")
+    with pytest.raises(MixedRowsError):
+        Placements(ROWS).place(graph, {index: Divided(0)})
 
 
 @pytest.mark.parametrize("number", range(len(MADE)))

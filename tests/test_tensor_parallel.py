@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -27,6 +29,8 @@ from zcompile import CaptureError, GroupError, ModelError, OptionError, Paramete
 from zcompile.cost.forecast import Choice
 from zcompile.ir.operation import Phase
 from zcompile.ir.ops import Group
+from zcompile.ir.side_effects import is_collective
+from zcompile.proof.dumps import prove_dump
 from zcompile.tools.planner import Rewriter
 from zcompile.tools.tracing import trace
 
@@ -464,6 +468,48 @@ def test_dtensors_go_in_and_come_out(rank: int) -> None:
         grads = [param.grad.full_tensor() for param in compiled.parameters()]
         differences += [float((g - p.grad).abs().max()) for g, p in zip(grads, model.parameters(), strict=True)]
     assert max(differences) < 1e-6
+
+
+class Worded(nn.Module):
+    """A head that is divided over the words, as is its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.layer, self.head = nn.Embedding(96, 8), nn.Linear(8, 8), nn.Linear(8, 96, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.head(torch.tanh(self.layer(self.tokens(tokens))))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_loss_that_is_divided_over_words_is_computed_in_chunks(rank: int) -> None:
+    """Its maxima and sums are reduced in each turn; against the plain model, and proven from its text."""
+    dp, tp = meshes(1, 2)
+    torch.manual_seed(0)
+    model = Worded()
+    tokens, targets = torch.randint(96, (4, 10)), torch.randint(-1, 96, (4, 10))
+    divided = copy.deepcopy(model)
+    plan = {"head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    with TemporaryDirectory() as folder:
+        parallelized = parallelize_module(divided, tp, plan)
+        compiled = zcompile.compile(parallelized, mesh=dp, backend="eager", chunk=12, dump=folder)
+        with loss_parallel():
+            loss = compiled(tokens, targets)
+            loss.backward()
+        proofs = [*prove_dump(Path(folder))] if rank == 0 else []
+    wanted = model(tokens, targets)
+    wanted.backward()
+    torch.testing.assert_close(loss.full_tensor(), wanted)
+    for param, same in zip(compiled.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), same.grad)
+    (program,) = (step.program for step in compiled._engine.runtime.steps)
+    (loop,) = (region for region in program.regions.values() if region.rows)
+    sent = [node for node in loop.graph.nodes if is_collective(node)]
+    assert len(sent) == 2  # the largest logit, and the sum; what is picked is reduced for all rows
+    assert all(verdict.proof for verdict in proofs), proofs
+    assert len(proofs) == (rank == 0)
 
 
 # -- state ------------------------------------------------------------------------------------------------------------

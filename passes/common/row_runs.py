@@ -20,6 +20,7 @@ from zcompile.ir.placement import Divided
 from zcompile.ir.program import Program
 from zcompile.ir.row_axes import MixedRowsError, shape_of, tensors_of
 from zcompile.ir.rows import Placements, is_scaled, through_view
+from zcompile.ir.side_effects import is_collective
 
 
 class NoRunError(Exception):
@@ -31,6 +32,8 @@ class NoRunError(Exception):
 
 
 _RETURNED = "let the model return the loss alone, or give zcompile.train_step a loss_fn that does"
+
+_DIVIDED = "let each rank keep its part of the values, as a head does within loss_parallel(), or leave it out"
 
 
 @dataclass
@@ -135,7 +138,8 @@ class _Growth:
                     self._add(node)
                     self._grow()
         except MixedRowsError as error:
-            raise NoRunError(error.node, str(error)) from error
+            fix = [_DIVIDED] if is_collective(error.node) else []
+            raise NoRunError(error.node, str(error), *fix) from error
         return self.found
 
     def _add(self, value: fx.Node) -> None:

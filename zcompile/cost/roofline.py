@@ -95,7 +95,7 @@ def region_seconds(region: Region, hardware: Hardware, axis: Axis | None = None)
     nodes = [node for node in region.graph.nodes if node.op == "call_function" and isinstance(data(node).op, Compute)]
     sent = sum(_collective_seconds(node, hardware, axis) for node in nodes if axis and is_collective(node))
     computing = (node for node in nodes if not is_collective(node) and not is_wait(node))
-    return sent + region.turns * sum(_seconds_within(node, region, hardware) for node in computing)
+    return region.turns * (sent + sum(_seconds_within(node, region, hardware) for node in computing))
 
 
 def _collective_seconds(node: fx.Node, hardware: Hardware, axis: Axis) -> float:

@@ -82,8 +82,9 @@ def _line(program: Program, node: fx.Node) -> str:
     """The communication of a line in the tensor-parallel group; empty if there is none."""
     op = data(node).op
     if isinstance(op, Call):
-        inside = program.regions[op_of(node, Call).region].graph.nodes
-        return ", ".join(str(inner.target) for inner in inside if is_collective(inner))
+        region = program.regions[op_of(node, Call).region]
+        sent = ", ".join(str(inner.target) for inner in region.graph.nodes if is_collective(inner))
+        return f"{sent}, for {region.rows.size} of {region.rows.rows} rows" if sent and region.rows else sent
     if isinstance(op, Fetch):
         offloaded, place = node.all_input_nodes
         value = data(offloaded.all_input_nodes[0])

@@ -215,6 +215,36 @@ def _selected_backward(node: fx.Node) -> Axes:
             yield IndexAxis({_of(node, 0): dim - (put < dim)}, (dim,))
 
 
+def _put(node: fx.Node) -> Axes:
+    """A number in place of those at a mask; or a value for each row, in the column that an index says."""
+    given: Any = node.args[1]
+    source, indices, value = _of(node, 0), _among(given), _of(node, 2)
+    shape, shapes, alone = shape_of(source), [shape_of(index) for index in indices], not shape_of(value)
+    if len(indices) < len(given):
+        return  # some dimensions are left out
+    if shapes == [shape] and indices[0].meta["val"].dtype is torch.bool and alone:
+        for dim in range(len(shape)):
+            yield IndexAxis({source: dim, indices[0]: dim}, (dim,))
+    in_rows = shapes == [shape[:1]] * len(indices) and (alone or shape_of(value)[0] == shape[0])
+    if in_rows and is_row_number(indices[0], shape[0]):
+        yield IndexAxis(dict.fromkeys([source, *indices, *([] if alone else [value])], 0), (0,))
+
+
+def is_row_number(node: fx.Node, rows: int) -> bool:
+    """Return True for the numbers of `rows` rows, if each is only the first index of a value of that row.
+
+    Then the numbers of some rows, counted from the first of these, index the values of these rows.
+    """
+    puts: Any = [user for user in node.users if user.target is aten.index_put.default]
+    first = len(puts) == len(node.users) and all(user.args[1][0] is node for user in puts)
+    return node.target is aten.arange.default and node.args == (rows,) and first
+
+
+def _counted(node: fx.Node) -> Axes:
+    if is_row_number(node, *shape_of(node)):
+        yield IndexAxis({}, (0,))
+
+
 def _padded(node: fx.Node) -> Axes:
     for dim, (before, now) in enumerate(zip(shape_of(source := _of(node, 0)), shape_of(node), strict=True)):
         yield IndexAxis({source: dim}, (dim if before == now else None,))
@@ -291,9 +321,15 @@ _ALIKE: Mapping[str, Callable[[fx.Node], Axes]] = {
     "select_backward": _selected_backward,
     "cat": _joined,
     "constant_pad_nd": _padded,
+    "index_put": _put,
+    "arange": _counted,
     "full zeros ones scalar_tensor new_zeros new_ones new_full": _made,
 }
-BY_OPERATION = {operation: axes for names, axes in _ALIKE.items() for operation in operators(names)}
+_SENT = torch.ops._c10d_functional
+BY_OPERATION = {operation: axes for names, axes in _ALIKE.items() for operation in operators(names)} | {
+    _SENT.all_reduce.default: _pointwise,
+    _SENT.wait_tensor.default: _pointwise,
+}
 _ALL = [[start, end, 1] for start in (0, None) for end in (sys.maxsize, None)]
 """Start, end and step of a slice that is all of a dimension, whatever its size."""
 _NEW = operators("new_zeros new_ones new_full")
@@ -301,7 +337,7 @@ _NEW = operators("new_zeros new_ones new_full")
 VIEWS = operators("view _unsafe_view reshape unsqueeze squeeze.dim squeeze.dims squeeze")
 """Operations that only change the shape."""
 _SHAPES: Mapping[Any, int] = {
-    **dict.fromkeys(operators("full zeros ones"), 0),
+    **dict.fromkeys(operators("full zeros ones arange"), 0),
     **dict.fromkeys(operators("view _unsafe_view reshape expand new_zeros new_ones new_full"), 1),
     **dict.fromkeys(operators("slice_backward select_backward"), 1),
 }
@@ -311,7 +347,7 @@ _SHAPES: Mapping[Any, int] = {
 def is_pointwise(operation: OpOverload) -> bool:
     """Return True for an elementwise operation of the table that writes to no argument."""
     tagged = torch.Tag.pointwise in operation.tags and not writes_arguments(operation)
-    return tagged and operation.overloadpacket.__name__ in POINTWISE.split()
+    return operation.namespace == "aten" and tagged and operation.overloadpacket.__name__ in POINTWISE.split()
 
 
 def axes_of(node: fx.Node) -> Axes:
@@ -321,7 +357,7 @@ def axes_of(node: fx.Node) -> Axes:
         MixedRowsError: it is not in the table, or draws random numbers, each row others than alone.
     """
     target = node.target
-    if isinstance(target, OpOverload) and target.namespace == "aten" and not is_random(node):
+    if isinstance(target, OpOverload) and not is_random(node):
         axes = BY_OPERATION.get(target) or (_pointwise if is_pointwise(target) else None)
         if axes is not _pointwise and len(_among(node.all_input_nodes)) < len(_among(tree_leaves(node.args))):
             raise MixedRowsError(node, f"{target} takes a value twice, in places that may be divided differently")
@@ -329,6 +365,13 @@ def axes_of(node: fx.Node) -> Axes:
             return axes(node)
     problem = "draws random numbers" if is_random(node) else "is not known to treat rows alike"
     raise MixedRowsError(node, f"{target} {problem}")
+
+
+def is_same_in_parts(node: fx.Node) -> bool:
+    """Return True for a value that is made of nothing, and of some rows as of all of them."""
+    if node.target is aten.arange.default:
+        return is_row_number(node, *shape_of(node))
+    return node.target in BY_OPERATION and not node.all_input_nodes
 
 
 def resized(node: fx.Node, dim: int | None, now: int, then: int) -> tuple[Any, ...]:
@@ -340,9 +383,10 @@ def resized(node: fx.Node, dim: int | None, now: int, then: int) -> tuple[Any, .
     at = _SHAPES.get(node.target)
     if at is None or dim is None:
         return tuple(node.args)
-    shape: list[Any] = [*node.args[at]]  # type: ignore[misc]
+    said: Any = node.args[at]
+    shape = [said] if isinstance(said, int) else [*said]
     if shape[dim] != -1:
         if shape[dim] % now:
             raise MixedRowsError(node, f"{node.target} is given a shape that does not have {now} rows")
         shape[dim] = shape[dim] // now * then
-    return (*node.args[:at], shape, *node.args[at + 1 :])
+    return (*node.args[:at], shape[0] if isinstance(said, int) else shape, *node.args[at + 1 :])

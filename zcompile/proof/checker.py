@@ -153,7 +153,7 @@ def _compare_step(part: RankPart, files: Mapping[str, Text], terms: TermTable) -
     wanted, known = step.wanted(), len(terms.heads)
     found = step.found(files[STEP])
     step.compare(wanted | step.named, found | step.sent, known)
-    step.check_effects(known)
+    step.check_messages()
     return sum(what.startswith("the gradient") for what in wanted)
 
 
@@ -175,7 +175,8 @@ class ComparedStep(Evaluation):
             self.terms.here = place
             if options != self.gathers.get(unit) or version != self.units[unit].version:
                 self.refuse(f"is not what the next forward gathers first of {unit}, or is gathered before its update")
-        found |= {f"{kind} {i}": term for kind, terms in self.effects.items() for i, term in enumerate(terms)}
+        ordered = {kind: terms for kind, terms in self.effects.items() if kind != "collective" or not self.loops}
+        found |= {f"{kind} {i}": term for kind, terms in ordered.items() for i, term in enumerate(terms)}
         return found | {f"the gradient of {name}": term for name, term in self.delivered.items()}
 
     def compare(self, wanted: Mapping[str, Found], found: Mapping[str, Found], known: int) -> None:
@@ -188,7 +189,9 @@ class ComparedStep(Evaluation):
             (expected, _), (actual, place) = wanted.get(what, (-1, ())), found.get(what, (-1, end))
             if expected != actual:
                 raise self.terms.difference(known, what, expected, actual, place)
-        for place, problem in self.doubts:
+        effects = [(kind, *found) for kind in ("collective", "write") for found in self.effects[kind]]
+        unknown = [(place, f"is a {kind} that was not traced") for kind, term, place in effects if term >= known]
+        for place, problem in (*self.doubts, *unknown):
             self.terms.here = place
             self.refuse(problem)
 
@@ -384,8 +387,8 @@ class RankStep(ComparedStep):
         found |= {text.format(i): term for text, kind in effects.items() for i, term in enumerate(self.effects[kind])}
         return found | {f"the gradient of {name}": term for name, term in self.delivered.items()}
 
-    def check_effects(self, known: int) -> None:
-        """Refuse messages that are not this rank's, and collectives and writes in regions that were not traced."""
+    def check_messages(self) -> None:
+        """Refuse messages that are not this rank's."""
         for kind, given, wanted in (
             ("send", self.given, self.part.sent),
             ("recv", self.taken_messages, self.part.received),
@@ -395,11 +398,6 @@ class RankStep(ComparedStep):
                 count, want = given.count(message), wanted.count(message)
                 if count != want:
                     self.refuse(f"comes after {count} lines {kind} {message.name!r}, {message.peer}; want {want}")
-        for kind in ("collective", "write"):
-            for term, place in self.effects[kind]:
-                self.terms.here = place
-                if term >= known:
-                    self.refuse(f"is a {kind} that was not traced")
 
     def _input(self, kind: str, number: int) -> int:
         return self.terms.make(_input_head(*self.part.inputs[number]))

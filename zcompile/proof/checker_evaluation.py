@@ -119,7 +119,8 @@ class Evaluation:
         regions = {name[8:-3]: text for name, text in files.items() if name.startswith("regions/")}
         self.regions = regions if self.runs else {}
         functions = [one for text in regions.values() for one in text.functions.values()]
-        self.has_shapes = not self.runs and any(map(loop_of, functions))
+        self.loops = any(map(loop_of, functions))
+        self.has_shapes = not self.runs and self.loops
         capture = files[CAPTURE]
         bodies = (statement for statement in capture.body if isinstance(statement, ast.Assign))
         said = {ast.unparse(statement.targets[0]): ast.literal_eval(statement.value) for statement in bodies}
@@ -220,7 +221,7 @@ class Evaluation:
     def _shaped(self, term: int, type_: tuple[str, str, str]) -> None:
         sizes = type_[2].replace(",", " ").split()
         if self.has_shapes and type_[1] and all(map(str.isdecimal, sizes)):
-            self.terms.shapes[term] = tuple(map(int, sizes))
+            self.terms.shapes[term], self.terms.kinds[term] = tuple(map(int, sizes)), type_[1]
 
     def _crossed(self, value: Any, words: str) -> Any:
         """Return a value of the forward as the backward reads it; an input that the forward wrote to has changed."""

@@ -21,15 +21,18 @@ At = Rows | str | None
 SUM = "sum"
 ANY = 0
 """The number of groups in a dimension along which a value is the same."""
+NUMBERS = -1
+"""The same of the numbers of rows, which are counted from the first of a turn's."""
 Axis = tuple[Mapping[int, int], Sequence[int | str]]
 """A dimension by number of tensor among arguments, and where the results have it: a dimension, or SUM."""
 
 
 class Called(NamedTuple):
-    """A call: the names of its tensors, their shapes for all rows, and the other arguments, by position and name."""
+    """A call: the names of its tensors, their shapes for all rows and dtypes, and the other arguments."""
 
     tensors: list[str]
     shapes: list[tuple[int, ...]]
+    kinds: list[str]
     args: list[Any]
     named: dict[str, Any]
 
@@ -141,6 +144,12 @@ def _cut(line: Called, place: int = 1, *, grows: bool = False) -> Iterator[Axis]
             yield dict.fromkeys(range(len(line.shapes)), dim - (grows and cut < dim)), [dim]
 
 
+def _put(line: Called) -> Iterator[Axis]:
+    """A number in place of those at a mask."""
+    if line.shapes[1:] == [line.shapes[0], ()] and line.kinds[1] == "b8":
+        yield from (({0: dim, 1: dim}, [dim]) for dim in range(len(line.shapes[0])))
+
+
 def _padded(line: Called) -> Iterator[Axis]:
     rank, pads = len(line.shapes[0]), line.args[1]
     for dim in range(rank):
@@ -158,7 +167,7 @@ _POINTWISE = (
     " log2 logaddexp logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish"
     " mish_backward mul nan_to_num ne neg ones_like pow reciprocal relu remainder round rsqrt rsub sgn sigmoid"
     " sigmoid_backward sign silu silu_backward sin sinc sinh softplus softplus_backward sqrt sub tan tanh tanh_backward"
-    " threshold threshold_backward trunc where xlogy zeros_like _to_copy"
+    " threshold threshold_backward trunc where xlogy zeros_like _to_copy all_reduce wait_tensor"
 )
 _REDUCTIONS = "amax amin mean logsumexp any all prod argmax argmin max min"
 _AXES: dict[str, Axes] = {
@@ -190,12 +199,13 @@ _AXES: dict[str, Axes] = {
     "split_with_sizes": lambda line: _cut(line, 2),
     "cat": _cut,
     "constant_pad_nd": _padded,
+    "index_put": _put,
     "slice_backward": lambda line: _cut(line, 2),
     "select_backward": lambda line: _cut(line, 2, grows=True),
 }
 """The axes of operations of ATen by name, whatever the overload."""
 _VIEWS = ["view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"]
-_MADE = {"expand": 1, "full": 0, "zeros": 0, "ones": 0, "new_full": 1, "new_zeros": 1, "new_ones": 1}
+_MADE = {"arange": 0, "expand": 1, "full": 0, "zeros": 0, "ones": 0, "new_full": 1, "new_zeros": 1, "new_ones": 1}
 _SHAPES = {**_MADE, "slice_backward": 1, "select_backward": 1, "view": 1, "_unsafe_view": 1, "reshape": 1}
 """Where the shape of the result stands among the arguments."""
 
@@ -288,15 +298,19 @@ class Loop:
         names = _names(target)
         if "" in names or not self.at.keys().isdisjoint({*names} - {"_"}):
             self._refuse("binds a name again")
-        effects = sum(map(len, evaluation.effects.values()))
+        effects = self._effects()
         evaluation.scope = self.scope
         found, lifted = self._placed(call)
         evaluation._bind(self.text, target, evaluation._call(lifted))
         evaluation.scope = outer
-        if effects != sum(map(len, evaluation.effects.values())):
-            self._refuse("draws, writes or sends in each turn of a loop")
+        if effects != self._effects():
+            self._refuse("draws or writes in each turn of a loop")
         several = isinstance(target, ast.Tuple)
         self.at |= {name: _item(found, index) if several else found for index, name in enumerate(names)}
+
+    def _effects(self) -> int:
+        """Return how often something was drawn or written; ranks send alike in each turn, or are told so."""
+        return sum(len(found) for kind, found in self.of.effects.items() if kind != "collective")
 
     def _placed(self, call: ast.Call) -> tuple[Any, ast.Call]:
         """Return where the results of a call have their rows, a list of several, and the call for all rows."""
@@ -305,14 +319,17 @@ class Loop:
             return _item(self.at[dotted(call.args[0])], ast.literal_eval(call.args[1])), call
         names = [dotted(node) for node in _flat(call) if dotted(node) in self.at]
         divided = {i: self.at[name] for i, name in enumerate(names) if self.at[name] is not None}
-        packet = head.split(".")[1] if head.startswith("aten.") else ""
+        packet = head.removeprefix("ops._c10d_functional.").removeprefix("aten.").partition(".")[0]
         if packet.startswith("new_") or not divided:
             return self._made(packet, names, call)
         literals = [_literal(node) for node in call.args]
         named = {str(word.arg): _literal(word.value) for word in call.keywords}
-        line = Called(names, [*map(self._shape, names)], literals, named)
+        kinds = [self.of.terms.kinds.get(self.scope[name].term, "") for name in names]
+        line = Called(names, [*map(self._shape, names)], kinds, literals, named)
         if any(type(at) is not tuple for at in divided.values()):
             self._refuse("computes with a sum before all rows have been added up")
+        if any(groups == NUMBERS for _, groups in divided.values()):
+            return self._put_in_rows(packet, line, divided), call
         if packet in _VIEWS:
             return self._view(packet, line, call)
         for has, results in _AXES.get(packet, lambda _: iter(()))(line) if packet != "expand" else self._expand(line):
@@ -324,16 +341,26 @@ class Loop:
 
     def _made(self, packet: str, names: Sequence[str], call: ast.Call) -> tuple[At, ast.Call]:
         """Return where a value has rows that are all the same, if the traced step has such a one, and its call."""
-        place = _MADE.get(packet)
-        shape = [] if place is None else ast.literal_eval(call.args[place])
+        place, groups = _MADE.get(packet), NUMBERS if packet == "arange" else ANY
+        shape = [] if place is None else _shape_of(call.args[place])
         for dim, size in enumerate(shape):
             source = self.of.terms.shapes.get(self.scope[names[0]].term, shape) if packet == "expand" else ()
             varies = len(source) >= len(shape) - dim and source[dim - len(shape)] != 1
-            if size % self.size == 0 and not varies:
-                lifted = self._lifted(packet, call, (dim, ANY))
+            if size and size % self.size == 0 and not varies:
+                lifted = self._lifted(packet, call, (dim, groups))
                 if self.of._term(self.of._call(lifted)) in self.of.terms.shapes:
-                    return (dim, ANY), lifted
+                    return (dim, groups), lifted
         return None, call
+
+    def _put_in_rows(self, packet: str, line: Called, divided: Mapping[int, Rows]) -> At:
+        """Return where a value has rows in which values are put, whose columns indices behind the rows' numbers say."""
+        (rows, *_), *others = line.shapes
+        at, numbers, *rest = (divided.get(i) for i in range(len(line.tensors)))
+        apart = [place for place, shape in zip(rest, others[1:], strict=True) if place != at and shape != ()]
+        in_rows = at is not None and at[0] == 0 and at[1] > ANY and numbers == (0, NUMBERS)
+        if packet != "index_put" or not in_rows or {*others} - {(rows,), ()} or apart or None in rest[:-1]:
+            self._refuse("computes with the numbers of rows")
+        return at
 
     def _expand(self, line: Called) -> Iterator[Axis]:
         ((shape,), wanted) = line.shapes, line.args[1]
@@ -357,13 +384,13 @@ class Loop:
         place = _SHAPES.get(packet)
         if place is None or type(at) is not tuple:
             return call
-        shape = ast.literal_eval(call.args[place])
+        shape = _shape_of(call.args[place])
         if shape[at[0]] != -1:
             if shape[at[0]] % self.size:
                 self._refuse(f"has no {self.size} rows")
             shape[at[0]] = shape[at[0]] // self.size * self.rows
-        said = ast.copy_location(ast.parse(repr(shape), mode="eval").body, call.args[place])
-        args = [*call.args[:place], said, *call.args[place + 1 :]]
+        said = ast.parse(repr(shape[0] if packet == "arange" else shape), mode="eval").body
+        args = [*call.args[:place], ast.copy_location(said, call.args[place]), *call.args[place + 1 :]]
         return ast.copy_location(ast.Call(call.func, args, call.keywords), call)
 
     # -- what is linear in the factor
@@ -451,6 +478,11 @@ def _viewed(packet: str, shape: Sequence[int], line: Called) -> list[int]:
     wanted = list(line.args[1])
     left = _product(shape) // max(_product([size for size in wanted if size != -1]), 1)
     return [left if size == -1 else size for size in wanted]
+
+
+def _shape_of(said: ast.expr) -> list[int]:
+    shape = ast.literal_eval(said)
+    return [shape] if type(shape) is int else list(shape)
 
 
 def _product(sizes: Sequence[int]) -> int:

@@ -65,6 +65,8 @@ class TermTable:
         """For each term and argument, the lines that passed the argument on."""
         self.shapes: dict[int, tuple[int, ...]] = {}
         """The shapes of the traced step's values, where a loop over rows has to know them."""
+        self.kinds: dict[int, str] = {}
+        """Their dtypes, as margins say them."""
         self.scaled: dict[int, tuple[Any, int]] = {}
         """Results of loops but for a factor: the loop, and the number of the result."""
         self.here: Place = ()

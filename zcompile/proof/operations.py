@@ -112,7 +112,8 @@ class GraphTerms:
             wanted = loop.whole(data(inner).type, placement)
             if not isinstance(value, fx.Node) or data(value).type != wanted:
                 raise UnknownOperationError(node, f"{node.name} takes {value}, and not {wanted}")
-        terms = rows_terms(body, loop, [self.term(value) for value in given], self.terms)
+        terms, opaque = rows_terms(body, loop, [self.term(value) for value in given], self.terms)
+        self.opaque += [(node, name, term) for name, term in opaque]
         return self.terms.make((LIST, *terms))
 
     def _operation_of(self, node: fx.Node) -> Any:
@@ -132,6 +133,8 @@ class GraphTerms:
             self.values[node] = self._plain(node, args)
         else:
             raise UnknownOperationError(node, f"{node.name} calls {node.target}, which treats rows in no known way")
+        if is_opaque(node.target):
+            self.opaque.append((node, node.name, self.term(node)))
 
     def _plain(self, node: fx.Node, args: Sequence[Any]) -> int:
         if node.target in _SAME and not node.kwargs:
@@ -278,8 +281,9 @@ def _evaluated(region: Region, terms: Terms) -> RegionTerms:
     placeholders = region.graph.find_nodes(op="placeholder")
     leaves = [terms.make(("argument", str(number))) for number in range(len(placeholders))]
     if region.rows is not None:
-        looped = tuple(rows_terms(region.graph, region.rows, leaves, terms))
-        return RegionTerms(tuple(leaves), (), looped, (), (), _varying({*leaves}, looped, terms))
+        looped, sent = rows_terms(region.graph, region.rows, leaves, terms)
+        body = _varying({*leaves}, [*looped, *(term for _, term in sent)], terms)
+        return RegionTerms(tuple(leaves), (), tuple(looped), (), tuple(sent), body)
     graph = GraphTerms(terms, region.modules, dict(zip(placeholders, leaves, strict=True)), _REGION_DRAW)
     for node in region.graph.nodes:
         if node.op not in ("placeholder", "output"):
@@ -302,8 +306,10 @@ def _varying(varying: set[int], roots: Sequence[int], terms: Terms) -> tuple[int
     return tuple(body)
 
 
-def rows_terms(graph: fx.Graph, loop: RowLoop, arguments: Sequence[int], terms: Terms) -> list[int]:
-    """Return the terms of a loop's results, given those of its arguments.
+def rows_terms(
+    graph: fx.Graph, loop: RowLoop, arguments: Sequence[int], terms: Terms
+) -> tuple[list[int], list[tuple[str, int]]]:
+    """Return the terms of a loop's results, given those of its arguments; and of what it sends, by its lines' names.
 
     Operations that treat rows alike compute of all rows, one turn's after the other's, what they compute of each
     turn's; those that add up over rows give partial sums, which add up to that of all rows. So the results are those of
@@ -340,7 +346,7 @@ def rows_terms(graph: fx.Graph, loop: RowLoop, arguments: Sequence[int], terms: 
         if not isinstance(node, fx.Node) or gives is WHOLE or placed.of.get(node) != gives:
             raise UnknownOperationError(graph.output_node(), f"{node} is said to have its rows at {gives}")
         found.append(_per_factor(lifted, operations, factor, node))
-    return found
+    return found, [(name, term) for _, name, term in lifted.opaque]
 
 
 def _per_factor(lifted: GraphTerms, operations: Sequence[fx.Node], factor: fx.Node | None, result: fx.Node) -> int:

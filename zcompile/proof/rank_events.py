@@ -22,6 +22,7 @@ from zcompile.ir.axis import Axis, AxisKind
 from zcompile.ir.operation import Operation, Role, takes
 from zcompile.ir.ops import FUNCTIONS, Communication, Fetch, Group, Input, Kind, Receive, Send, operation
 from zcompile.ir.parser import LineMargin, layout_of, literal, value_of
+from zcompile.proof.checker_texts import loop_of
 
 
 class Act(StrEnum):
@@ -279,10 +280,12 @@ class _Reader:
         if call.name not in self.regions:
             self.regions[call.name] = _Body()
             self._read(self.functions[call.name], self.regions[call.name])
-        begin = len(body.events)
+        begin, loop = len(body.events), loop_of(self.functions[call.name].tree)
+        turns = f" for {loop['size']} of {loop['rows']} rows" if loop else ""  # in each of which it does the same
         for event in self.regions[call.name].events:
             awaits = None if event.awaits is None else begin + event.awaits
-            body.events.append(replace(event, where=f"{event.where}, run at {call.where}", awaits=awaits))
+            where = f"{event.where}, run at {call.where}"
+            body.events.append(replace(event, what=event.what + turns, where=where, awaits=awaits))
 
     def _runtime(self, call: _Call, body: _Body) -> None:
         """Handle a call of a runtime function."""
