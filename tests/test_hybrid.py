@@ -231,6 +231,7 @@ def test_dimensions_have_to_say_what_they_are_for(rank: int, names: tuple[str, s
     assert "mesh_dim_names=('replicate', 'shard')" in error
 
 
+@pytest.mark.slow
 @on_ranks(4, group=10)
 def test_ranks_that_disagree_on_the_mesh_are_told(rank: int) -> None:
     """Of two meshes that all ranks have made, half of them compile with the one, half with the other."""

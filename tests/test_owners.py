@@ -188,6 +188,7 @@ def counted(rank: int) -> tuple[list[tuple[int, ...]], int, int]:
     return shapes, state, compiled.traffic.payload - before
 
 
+@pytest.mark.slow
 def test_each_matrix_is_orthogonalised_once_and_kept_once(threads: Threads) -> None:
     found = threads.run(4, counted)
     want = [tuple(param.shape) for param in make("gpt").parameters() if param.ndim == 2]

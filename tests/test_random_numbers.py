@@ -177,6 +177,7 @@ class Various(nn.Module):
 @quickly(
     "world, options", [(2, {}), (3, {}), (2, {"stage": 1}), (2, {"whole": ["linear.weight"]})], [(3, {})], pairs=False
 )
+@pytest.mark.slow
 @on_threads()
 def test_random_writes_to_shards_are_those_to_the_whole(rank: int, world: int, options: dict[str, Any]) -> list[str]:
     """The writes that give other numbers than plain PyTorch with the same seed, or leave its generator elsewhere."""

@@ -56,6 +56,7 @@ def test_ignored_parameters_are_left_alone_as_by_ddp(rank: int, stage: int, opti
     return found
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_shards_and_ignored_parameters_may_be_in_one_optimizer(rank: int) -> list[str]:
     """Beside shards in one optimizer, which steps both; and a unit of nothing but ignored parameters."""

@@ -11,7 +11,6 @@ from tests.simulated.scenarios import SCENARIOS
 
 QUICK = (
     "stage 3, graph breaks",
-    "train step, stage 3, alternating",
     "stage 3, parameters, reduction fails",
     "hpz, int8 gathers, parameters",
     "owners, bf16, arenas, checkpoint",

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zcompile
-from tests.cases import quickly
 from tests.models import batch, make
 from tests.ranks import Ranks
 from tests.simulated.test_graphs import Drawing, values
@@ -230,7 +229,8 @@ def both(rank: int, name: str) -> tuple[list[bool], list[str], int]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@quickly("name", [*CASES], ["stage 3"], pairs=False)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_steps_have_the_bits_of_steps_without_a_graph(gpus: Ranks, name: str) -> None:
     world = 4 if name == "hybrid" else 2
     few = {"shapes": 2, "stores": 3, "moves": 2, "freezes": 2, "forgets": 1, "attributes": 1, "sgd": 0}
