@@ -24,6 +24,9 @@ from zcompile.runtime.waits import Waits
 from zcompile.torch_internals.distributed import backend_name, connect_hosts, gloo_of, group_timeout, is_fake
 from zcompile.torch_internals.dtensor import flattened, forget_meshes, root_mesh
 
+SEQUENCE = "sp"
+"""The mesh dimension over which tokens are divided."""
+
 
 class AxisCommunicator:
     """The ranks along one dimension of a mesh, and their collectives.
@@ -265,6 +268,22 @@ def duplicate_group(mesh: DeviceMesh, name: str, device: torch.device) -> dist.P
     group: dist.ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=group_timeout(mesh.get_group(name), device))
     return group
+
+
+def with_sequence(mesh: DeviceMesh | None, sequence: str | None) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """The data-parallel mesh, which has all ranks, and the dimension over which they divide tokens. Collective.
+
+    Raises:
+        GroupError: tokens are to be divided, and the mesh has no such dimension.
+    """
+    if sequence is None:
+        return mesh, None
+    if mesh is None or mesh.ndim != 2 or (mesh.mesh_dim_names or ("",))[-1] != SEQUENCE:
+        kind = HOST if mesh is None else mesh.device_type
+        problem = f"is {mesh}, without a dimension over which sequence={sequence!r} divides tokens"
+        example = f"init_device_mesh({kind!r}, (data, ranks), mesh_dim_names=('dp', {SEQUENCE!r}))"
+        raise GroupError("mesh", problem, f"give {example}")
+    return flattened(mesh), mesh[SEQUENCE]
 
 
 def axes_of_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> tuple[Axis, ...]:

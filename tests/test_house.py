@@ -71,27 +71,27 @@ ROOMS = {
 
 
 LINES = {
-    "zcompile": 1_800,
+    "zcompile": 1_810,
     "zcompile/cost": 2_730,
-    "zcompile/engine": 5_530,
+    "zcompile/engine": 5_580,
     "zcompile/facts": 790,
     "zcompile/frontend": 1_510,
     "zcompile/integrations": 660,
-    "zcompile/ir": 5_300,
+    "zcompile/ir": 5_320,
     "zcompile/model": 1_570,
     "zcompile/pipelining": 2_130,
-    "zcompile/proof": 5_010,
+    "zcompile/proof": 5_260,
     "zcompile/recording": 820,
     "zcompile/report": 1_550,
-    "zcompile/schedule": 1_570,
+    "zcompile/schedule": 1_600,
     "zcompile/state": 1_660,
     "zcompile/tools": 4_690,
-    "zcompile/torch_internals": 1_540,
-    "passes": 5_020,
-    "runtime": 8_790,
+    "zcompile/torch_internals": 1_660,
+    "passes": 5_350,
+    "runtime": 8_810,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 52_530
+MOST_LINES = 53_500
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,
@@ -345,7 +345,7 @@ def test_the_default_pipelines_run_every_pass() -> None:
         "cuda_graphs": True,
         "chunk": 1,
     }
-    full = (zcompile.pipeline(stage=stage, **options) for stage in range(4))
+    full = [zcompile.pipeline(stage=stage, **options) for stage in range(4)] + [zcompile.pipeline(sequence="ulysses")]
     names = {name for pipeline in full for name in pipeline.names}
     names |= {
         step.name

@@ -152,7 +152,7 @@ def line_seconds(program: Program, line: fx.Node, hardware: Hardware) -> float:
         sent = hardware.collective_seconds(traffic.payload, traffic.axis, traffic.messages)
         return traffic.copied / hardware.host_bandwidth + sent
     if isinstance(op, Call):
-        return region_seconds(program.regions[op.region], hardware, program.layout.tensor)
+        return region_seconds(program.regions[op.region], hardware, program.layout.tensor or program.layout.sequence)
     return operation_seconds(line, hardware) if isinstance(op, Compute) else 0.0
 
 

@@ -116,7 +116,8 @@ class Engine:
         The user's passes are functions, which have no name to be found by; a dump shows what passes do.
         """
         options = self.options
-        own = options.passes is not None or options.dump or self.runtime.tensor is not None or is_intercepting()
+        own = options.passes is not None or options.dump or options.sequence is not None
+        own = own or self.runtime.tensor is not None or is_intercepting()
         return not own and os.environ.get("ZCOMPILE_CACHE") != "0"
 
     def _depends_on(self, whole: bool, updater: Updater | None) -> str:

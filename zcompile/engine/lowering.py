@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ from zcompile.runtime.arena import Lender
 from zcompile.runtime.executor import BoundUnit, Gradients
 from zcompile.runtime.gradients.delivery import HOLDS, Unreached
 from zcompile.runtime.gradients.updates import Updater
+from zcompile.runtime.groups import SEQUENCE
 from zcompile.runtime.loader import load
 from zcompile.runtime.lockstep import MOST, RunExchange, RunKind
 from zcompile.runtime.recorder import Track
@@ -120,6 +122,9 @@ class CompiledStep(LoadedProgram, StepPrograms):
         there."""
         self._agreed = False
         self._digest = program.digest()
+        types = [str(data(node).type) for node in program.nodes(Input)]
+        self._sizes = hashlib.sha256("\n".join(types).encode()).hexdigest()
+        """A digest of the types of a batch."""
         self._communicates = {phase: program.phase(phase).volume() > 0 for phase in program.phases}
         self._flows = rewritten.flows
         self._has_copies = self._keeps or (self._updates and program.layout.stage.optimizer_sharded)
@@ -178,6 +183,7 @@ class CompiledStep(LoadedProgram, StepPrograms):
         lockstep = self.runtime.lockstep
         kind = RunKind.EVALUATION if self._backward is None else RunKind.FORWARD
         lockstep.enter_tensor_parallel(kind)
+        self._check_sizes(kind)
         freshness, uses_copies = self.runtime.freshness, self._has_copies
         if self._communicates[Phase.FORWARD] or uses_copies:  # the ranks may have to compare these
             marks = [WRITTEN] if uses_copies and freshness.drop_stale_copies() else []
@@ -205,6 +211,16 @@ class CompiledStep(LoadedProgram, StepPrograms):
         if self._graphs is not None:
             self._graphs.mark(tensors, self._made)
         return [*outputs, *tensors, *self._carried(full, placeholders), *sizes]
+
+    def _check_sizes(self, kind: RunKind) -> None:
+        """Raise AgreementError if ranks that divide the tokens of one batch have batches of other sizes."""
+        if (sequence := self.runtime.sequence) is not None:
+            sequence.enter(kind, self._sizes)
+            try:
+                sequence.check()
+            except AgreementError as error:
+                problem = f"differs on ranks that divide its tokens, or they run something else: {error.problem}"
+                raise AgreementError("the batch", problem, f"give all ranks of {SEQUENCE!r} the same batch") from error
 
     def _agree(self) -> None:
         """Compare the program with the other ranks', once; their `is_new` has announced this."""

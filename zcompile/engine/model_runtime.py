@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile.engine.calls.model_calls import ModelCall
 from zcompile.engine.cuda_graphs import Graphs
@@ -31,7 +32,7 @@ from zcompile.runtime.arena import Arenas
 from zcompile.runtime.device import numbers_of_rank, within_numbers_of_rank
 from zcompile.runtime.gradients.delivery import Delivery
 from zcompile.runtime.gradients.updates import Updater
-from zcompile.runtime.groups import Communicator
+from zcompile.runtime.groups import SEQUENCE, Communicator
 from zcompile.runtime.lockstep import Lockstep
 from zcompile.runtime.optimizer_settings import OptimizerSettings
 from zcompile.runtime.shards import Freshness, UnitShards
@@ -51,12 +52,14 @@ class ModelRanks:
         agreement: That of `data`.
         everyone: That of all ranks with a part of the model, for choices that are made once.
         parallel: How tensor parallelism divides the model; None if it does not.
+        sequence: Those that divide the tokens of one batch, of `data`; None if none do.
     """
 
     data: Communicator
     agreement: Agreement
     everyone: Agreement
     parallel: ModelParallel | None
+    sequence: DeviceMesh | None = field(default=None, kw_only=True)
 
     @classmethod
     def agreed(cls, data: Communicator, parallel: ModelParallel | None, lines: Sequence[str]) -> ModelRanks:
@@ -143,6 +146,11 @@ class ModelRuntime:
         self.settings = OptimizerSettings(self.names)
         others = self.tensor.lockstep(steps, self.settings) if self.tensor is not None else None
         self.lockstep = Lockstep(ranks.in_step.communicator, ranks.in_step.number, steps, self.settings, others)
+        self.sequence: Lockstep | None = None
+        """That of the ranks that divide the tokens of one batch, whose sizes have to be the same."""
+        if ranks.sequence is not None:
+            divided = Agreement(Communicator(ranks.sequence, communicator.device))
+            self.sequence = Lockstep(divided.communicator, divided.number, steps, self.settings)
         scatter = layout.stage.optimizer_sharded
         self.delivery = Delivery(self.shards, scatter=scatter, recorder=self.recorder, lockstep=self.lockstep)
         self.arenas = Arenas(communicator.device)
@@ -152,7 +160,9 @@ class ModelRuntime:
         origin = Origin(communicator.waits.rank, communicator.dividing.rank, options.backend, communicator.device)
         self.recordings = self.everyone.attempt("the recording", lambda: Recordings(options.record, origin))[0]
         self.progress = CompileProgress("the model", speaks=self.everyone.communicator.rank == 0)
-        self.regions = RegionCache(options.backend, self.everyone.communicator.rank, self.graphs, note=self.progress.at)
+        groups = {} if ranks.sequence is None else {SEQUENCE: ranks.sequence.get_group().group_name}
+        rank, note = self.everyone.communicator.rank, self.progress.at
+        self.regions = RegionCache(options.backend, rank, self.graphs, groups, note=note)
         if options.backend == "inductor":
             self.regions.ready = prepare_inductor(communicator.device)
         self._agreed: set[str] = set()

@@ -6,7 +6,7 @@ import itertools
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from zcompile.engine.region_strides import keep_strides
 from zcompile.engine.row_loops import looped, turn_of
 from zcompile.ir.placement import RowLoop
 from zcompile.ir.region import Region
+from zcompile.ir.side_effects import is_collective
 from zcompile.torch_internals.dispatch import outside_modes
 from zcompile.torch_internals.inductor import compile_with_inductor, inductor_code
 from zcompile.torch_internals.modules import submodules_of
@@ -37,6 +38,8 @@ class RegionCache:
     rank: int = 0
     graphs: Graphs | None = None
     """Captures the regions that programs want captured."""
+    groups: Mapping[str, str] = field(default_factory=dict)
+    """The names of process groups by those of axes, for operators that send."""
     ready: Callable[[], None] = lambda: None
     """Returns when the backend may compile."""
     note: Callable[[str], None] = lambda _: None
@@ -86,6 +89,16 @@ class RegionCache:
 
         return _called(region, run) if region.fixed is None else self.get(region)
 
+    def _bound(self, region: Region) -> Region:
+        """A region whose operators name process groups in place of axes."""
+        if not any(node.args and node.args[-1] in self.groups for node in region.graph.nodes if is_collective(node)):
+            return region
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(region.graph, {}))
+        for node in filter(is_collective, graph.nodes):
+            node.args = (*node.args[:-1], self.groups.get(node.args[-1], node.args[-1]))
+        return replace(region, graph=graph)
+
     def _looped(self, region: Region, loop: RowLoop) -> Run:
         """A region that a loop over rows runs, compiled for a turn, and for the rows that are left of the last one."""
         return looped(loop, lambda rows: self._run(turn_of(region, rows)))
@@ -97,7 +110,7 @@ class RegionCache:
             self.ready()
             with outside_modes():  # a mode of the user's that compares sizes would specialize the region for them
                 self.compiled[key] = (
-                    self._looped(region, region.rows) if region.rows else _compile(region, self.backend)
+                    self._looped(region, region.rows) if region.rows else _compile(self._bound(region), self.backend)
                 )
             self.seconds += time.perf_counter() - started
         return self.compiled[key]

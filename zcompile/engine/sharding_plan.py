@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zcompile.engine.calibration import measure
 from zcompile.engine.model_runtime import ModelRanks
 from zcompile.errors import ModelError, OptionError
-from zcompile.ir.axis import Axis
+from zcompile.ir.axis import Axis, AxisKind
 from zcompile.ir.layout import STAGES, Hybrid, Layout
 from zcompile.model.sharding import check_kinds
 from zcompile.model.tensor_parallel import model_parallel
@@ -24,6 +24,7 @@ from zcompile.model.units import UnitChoice, make_layout, match_called
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.device import free_bytes
 from zcompile.runtime.groups import (
+    SEQUENCE,
     Communicator,
     as_one,
     axes_of_mesh,
@@ -31,6 +32,7 @@ from zcompile.runtime.groups import (
     default_device,
     repeats_outside,
     resolve_mesh,
+    with_sequence,
 )
 from zcompile.runtime.tensors.placement import ModelParallel
 from zcompile.schedule.option_checks import AUTO, FLAT, check_dimensions, check_gathered
@@ -56,6 +58,7 @@ class ShardingPlan:
         options: The options that it is compiled with: those given, with shard="auto" replaced by a choice.
         remarks: Remarks on that choice.
         parallel: How tensor parallelism divides the model; None if it does not.
+        sequence: The ranks that divide the tokens of a batch; None if none do.
         data: The data-parallel ranks.
         layout: The units.
 
@@ -65,6 +68,7 @@ class ShardingPlan:
 
     def __init__(self, model: nn.Module, asked: Options, mesh: DeviceMesh | None, parts: Parts) -> None:
         check_kinds(model)
+        mesh, self.sequence = with_sequence(mesh, asked.sequence)
         self.model, self._mesh, self._parts = model, mesh, parts
         self.options, self.remarks = self._settled(asked) if asked.shard == AUTO else (asked, list[str]())
         self.parallel = model_parallel(model, mesh, flat=self.options.divides_outside)
@@ -86,7 +90,7 @@ class ShardingPlan:
         """
         kept = match_called(self.model, self._parts.keep_dtype or ())
         lines = [str(self.options), f"keep_dtype={[*kept]}", *model_lines(self.model, self.layout)]
-        ranks = ModelRanks.agreed(self.data, self.parallel, lines)
+        ranks = replace(ModelRanks.agreed(self.data, self.parallel, lines), sequence=self.sequence)
         check_inside(self.data.mesh, self.options.hybrid)
         check_gathered(self.layout, self.options.outer_gather_dtype)
         return ranks, [*kept.values()]
@@ -98,6 +102,11 @@ class ShardingPlan:
 
     def _layout_over(self, mesh: DeviceMesh, options: Options, parallel: ModelParallel | None) -> Layout:
         axes = axes_of_mesh(mesh, None if parallel is None else parallel.mesh)
+        if self.sequence is not None:
+            if parallel is not None:
+                fix = "leave one of the two out"
+                raise OptionError("sequence", "cannot be combined with tensor parallelism", fix)
+            axes = (*axes, Axis(SEQUENCE, AxisKind.SEQUENCE, self.sequence.size()))
         return layout_of(self.model, axes, options, self._parts)
 
     def _settled(self, asked: Options) -> tuple[Options, list[str]]:

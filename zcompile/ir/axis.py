@@ -16,6 +16,8 @@ class AxisKind(StrEnum):
     """Data; shards are the same, or divided further: see `zcompile.ir.layout.Hybrid`."""
     TENSOR = "tensor"
     """Parts of each parameter; data is the same."""
+    SEQUENCE = "sequence"
+    """Tokens of the same data. These ranks are among those of the axes of data, too, which have shards."""
     PIPELINE = "pipeline"
     """Layers; data is the same."""
 

@@ -394,6 +394,11 @@ class Layout:
         """The tensor-parallel axis, if there is one."""
         return next((axis for axis in self.axes if axis.kind is AxisKind.TENSOR), None)
 
+    @cached_property
+    def sequence(self) -> Axis | None:
+        """The axis over which tokens are divided, if there is one."""
+        return next((axis for axis in self.axes if axis.kind is AxisKind.SEQUENCE), None)
+
     def axis(self, name: str) -> Axis:
         """Return the axis called `name`."""
         return next(axis for axis in self.axes if axis.name == name)

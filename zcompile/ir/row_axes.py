@@ -74,7 +74,10 @@ def _pointwise(node: fx.Node) -> Axes:
     shape = shape_of(node)
     for dim, size in enumerate(shape):
         aligned = {source: dim - len(shape) + len(shape_of(source)) for source in tensors_of(node)}
-        yield IndexAxis({s: own for s, own in aligned.items() if own >= 0 and shape_of(s)[own] == size}, (dim,))
+        has = {source: own for source, own in aligned.items() if own >= 0 and shape_of(source)[own] != 1}
+        if any(shape_of(source)[own] != size for source, own in has.items()):
+            raise MixedRowsError(node, f"{node.target} takes values whose sizes do not fit")
+        yield IndexAxis(has if size != 1 else {s: own for s, own in aligned.items() if own >= 0}, (dim,))
 
 
 def _lettered(equation: str) -> Callable[[fx.Node], Axes]:
@@ -342,6 +345,15 @@ _SHAPES: Mapping[Any, int] = {
     **dict.fromkeys(operators("slice_backward select_backward"), 1),
 }
 """Where the shape of the result stands among arguments."""
+
+
+ADDITIVE = VIEWS | operators("t transpose.int permute clone add.Tensor")
+"""Operations that give, of parts that add up, parts that add up to what they give of the sum."""
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Return True for a kernel of scaled dot-product attention, which computes each head by itself, or its backward."""
+    return isinstance(node.target, OpOverload) and "scaled_dot_product" in node.target.overloadpacket.__name__
 
 
 def is_pointwise(operation: OpOverload) -> bool:

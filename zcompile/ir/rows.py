@@ -105,6 +105,10 @@ class Placements:
         elif PARTIAL in given.values():
             raise MixedRowsError(node, "reads a sum before all rows have been added up")
 
+    def results(self, node: fx.Node) -> tuple[Placement, ...] | None:
+        """Return where the results of an operation have their rows; None if that does not follow."""
+        return self._several.get(node) or ((self.of[node],) if node in self.of else None)
+
     def _item(self, node: fx.Node) -> None:
         parent, index = node.all_input_nodes[0], int(str(node.args[1]))
         if parent in self._several:

@@ -24,7 +24,7 @@ def is_collective(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace in _COMMUNICATING and not is_wait(node)
 
 
-_COMMUNICATING = ("_c10d_functional", "_dtensor")
+_COMMUNICATING = ("_c10d_functional", "_dtensor", "zcompile")
 """The second has `shard_dim_alltoall`, with which DTensors on GPUs change the dimension that they are sharded on."""
 
 
@@ -40,7 +40,7 @@ def is_opaque(target: object) -> bool:
     """
     if not isinstance(target, OpOverload):
         return isinstance(target, HigherOrderOperator)
-    return target.namespace not in ("aten", "prims") or target.overloadpacket.__name__ in _UNDECLARED
+    return target.namespace not in ("aten", "prims", "zcompile") or target.overloadpacket.__name__ in _UNDECLARED
 
 
 _UNDECLARED = frozenset({"batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})

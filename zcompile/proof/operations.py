@@ -25,6 +25,7 @@ from zcompile.ir.row_axes import MixedRowsError, resized
 from zcompile.ir.rows import Placements, is_scaled
 from zcompile.ir.shared_memory import root_of
 from zcompile.ir.side_effects import draws, is_opaque, is_random
+from zcompile.proof.divided import HowDivided, NotAlikeError, divided_result
 from zcompile.proof.terms import DRAW, DRAWN_UNDER, FACTOR, ITEM, LIST, PAIR, PER, STATE, Terms
 from zcompile.torch_internals.operators import (
     HigherOrderOperator,
@@ -143,6 +144,12 @@ class GraphTerms:
 
     def _result(self, node: fx.Node) -> int:
         target, terms = node.target, self.terms
+        try:
+            divided = divided_result(self, node)
+        except NotAlikeError as error:
+            raise UnknownOperationError(node, f"{node.name} {error}") from error
+        if divided is not None:
+            return divided
         if _is_plain(target):
             return self._by_strides(node) if target in _BY_STRIDES else self._plain(node, node.args)
         if target is saved_random:
@@ -245,18 +252,22 @@ class Regions:
     """The terms of regions and of their calls, all in one table."""
 
     terms: Terms
-    _known: dict[int, tuple[fx.Graph, list[Any], RegionTerms]] = field(default_factory=dict)
+    _known: dict[Any, tuple[fx.Graph, list[Any], RegionTerms]] = field(default_factory=dict)
     _calls: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
-    def of(self, region: Region) -> RegionTerms:
-        """Return the terms of `region`, evaluated once per graph unless the graph was edited since."""
+    def of(self, region: Region, how: Sequence[HowDivided | None] = ()) -> RegionTerms:
+        """Return the terms of `region`, evaluated once per graph unless the graph was edited since.
+
+        `how`: how its arguments are divided, if they are; they are called with the terms of the whole.
+        """
         graph = region.graph
         lines: list[Any] = [region.rows, *((node.op, node.target, node.args, node.kwargs) for node in graph.nodes)]
         lines += [graph_text(module) for module in region.modules.values()]
-        _, before, known = self._known.get(id(graph), (None, None, None))
+        key = id(graph), tuple(how) if any(how) else ()
+        _, before, known = self._known.get(key, (None, None, None))
         if known is None or before != lines:
-            known = _evaluated(region, self.terms)
-            self._known[id(graph)] = graph, lines, known
+            known = _evaluated(region, self.terms, key[1])
+            self._known[key] = graph, lines, known
         return known
 
     def call(self, found: RegionTerms, arguments: Sequence[int], drawn: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -277,14 +288,18 @@ class Regions:
         return values
 
 
-def _evaluated(region: Region, terms: Terms) -> RegionTerms:
+def _evaluated(region: Region, terms: Terms, how: Sequence[HowDivided | None]) -> RegionTerms:
     placeholders = region.graph.find_nodes(op="placeholder")
     leaves = [terms.make(("argument", str(number))) for number in range(len(placeholders))]
+    pairs = zip(how or [None] * len(leaves), leaves, strict=True)
+    given = [one.of(terms, leaf) if one else leaf for one, leaf in pairs]
     if region.rows is not None:
+        if how:
+            raise UnknownOperationError(placeholders[0], "is a loop over rows of which each rank has a part")
         looped, sent = rows_terms(region.graph, region.rows, leaves, terms)
         body = _varying({*leaves}, [*looped, *(term for _, term in sent)], terms)
         return RegionTerms(tuple(leaves), (), tuple(looped), (), tuple(sent), body)
-    graph = GraphTerms(terms, region.modules, dict(zip(placeholders, leaves, strict=True)), _REGION_DRAW)
+    graph = GraphTerms(terms, region.modules, dict(zip(placeholders, given, strict=True)), _REGION_DRAW)
     for node in region.graph.nodes:
         if node.op not in ("placeholder", "output"):
             graph.evaluate(node)

@@ -95,8 +95,8 @@ PHASES = ("forward", "backward", "step")
 """Functions that a rank runs, in this order; `step` has both phases of several micro-batches."""
 
 _TORCH = ("aten.", "ops.", "operator.", "math.", "torch.")
-_COMMUNICATING = re.compile(r"ops\.(?P<library>\w*c10d\w*|_dtensor|symm_mem)\.(?P<operation>\w+)\.\w+")
-_KNOWN_LIBRARIES = ("_c10d_functional", "_dtensor")
+_COMMUNICATING = re.compile(r"ops\.(?P<library>\w*c10d\w*|_dtensor|symm_mem|zcompile)\.(?P<operation>\w+)\.\w+")
+_KNOWN_LIBRARIES = ("_c10d_functional", "_dtensor", "zcompile")
 _UNEQUAL = ("all_to_all_single",)
 """Collectives in which ranks may send different sizes."""
 _VALUE = Input(Kind.DATA, 0)
@@ -336,6 +336,9 @@ class _Reader:
         """
         if library not in _KNOWN_LIBRARIES:
             raise call.error(f"{call.name} is not known: it communicates otherwise than functional collectives do")
+        if library == "zcompile":
+            self._divided(call, body, operation)
+            return
         axis = self._model_axis(call)
         if operation == "wait_tensor":
             body.events.append(call.event(Act.WAIT, axis.name, awaits=body.started.get(ast.unparse(call.tree.args[0]))))
@@ -347,6 +350,16 @@ class _Reader:
         if operation.startswith(("all_gather", "reduce_scatter")) and str(axis.size) not in constants:
             raise call.error(f"is not over the {axis.size} ranks of {axis.name}, as the model's own collectives are")
         body.add(call, call.event(Act.JOIN, axis.name, " ".join([operation, *constants, types])))
+
+    def _divided(self, call: _Call, body: _Body, operation: str) -> None:
+        """Handle an operator that divides a value otherwise over an axis, and waits for what it sends."""
+        *constants, name = [ast.literal_eval(argument) for argument in call.tree.args if _is_constant(argument)]
+        if name not in self.axes:
+            raise call.error(f"divides a value over {name!r}, which is no axis")
+        if operation != "shard":
+            what = " ".join([operation, *map(str, constants), call.types])
+            body.events.append(call.event(Act.JOIN, name, what))
+            body.events.append(call.event(Act.WAIT, name, awaits=len(body.events) - 1))
 
     def _model_axis(self, call: _Call) -> Axis:
         """Return the axis of the model's own collectives: the tensor-parallel axis, or the only axis."""

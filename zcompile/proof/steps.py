@@ -19,6 +19,7 @@ from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import memory_of_values, root_of
 from zcompile.ir.tensor_type import dtype_text
+from zcompile.proof.divided import HowDivided, how_divided, mean_over_ranks
 from zcompile.proof.operations import AFTER, NO_VALUE, GraphTerms, Regions, UnknownOperationError
 from zcompile.proof.terms import Terms
 
@@ -196,12 +197,13 @@ class StepTerms(GraphTerms):
 
     def _call(self, node: fx.Node, op: ops.Call) -> Value:
         region = self.program.regions[op.region]
+        how, whole = self._divided_arguments(node)
         try:
-            found = self.regions.of(region)
+            found = self.regions.of(region, how)
         except UnknownOperationError as error:
             raise UnknownOperationError(node, f"in {region.name}: {error}") from error
         self.calls[node] = self.draws
-        results, written = self.regions.call(found, self._arguments(node), self.draws)
+        results, written = self.regions.call(found, whole, self.draws)
         if found.opaque:
             instances = self._instances(node)
             self.opaque += [(node, name, instances.get(term, term)) for name, term in found.opaque]
@@ -214,8 +216,14 @@ class StepTerms(GraphTerms):
 
     def _instances(self, call: fx.Node) -> dict[int, int]:
         """Map the terms of a region to those of a call."""
-        found = self.regions.of(self.program.regions[op_of(call, ops.Call).region])
-        return self.regions.instances(found, self._arguments(call), self.calls[call])
+        how, whole = self._divided_arguments(call)
+        found = self.regions.of(self.program.regions[op_of(call, ops.Call).region], how)
+        return self.regions.instances(found, whole, self.calls[call])
+
+    def _divided_arguments(self, call: fx.Node) -> tuple[list[HowDivided | None], list[int]]:
+        """Return how a call's arguments are divided, and the terms of the whole."""
+        pairs = [how_divided(self.terms, term) for term in self._arguments(call)]
+        return [how for how, _ in pairs], [whole for _, whole in pairs]
 
     def _arguments(self, call: fx.Node) -> tuple[int, ...]:
         """Return the terms of a call's arguments, one per placeholder of its region."""
@@ -306,7 +314,12 @@ class StepTerms(GraphTerms):
     def _dense(self, gradient: Any) -> int:
         """Return the term of a gradient, ignoring its strides, which do not matter for reductions."""
         head, *parts = self.terms.keys[term := self.term(gradient)]
-        return int(parts[0]) if head == CONTIGUOUS else term
+        return self.mean(int(parts[0]) if head == CONTIGUOUS else term)
+
+    def mean(self, gradient: int) -> int:
+        """Return a gradient that is averaged over data-parallel ranks, among which those of a sequence are."""
+        sequence = self.program.layout.sequence
+        return gradient if sequence is None else mean_over_ranks(self.terms, gradient, sequence.size)
 
     def _deliver(self, gradients: fx.Node) -> None:
         """Record averaged gradients that are returned or used for an update."""

@@ -261,7 +261,7 @@ class TracedValues(ExpectedValues):
         for name in dict.fromkeys((*wanted, *raw, *step.gradients)):
             what, traced = f"the gradient of {name}", self.terms.step.term(wanted.get(name))
             if name in raw:
-                yield what, raw[name], step.term(raw[name]), traced
+                yield what, raw[name], step.mean(step.term(raw[name])), traced
             elif name not in step.gradients:
                 yield what, None, none, traced
             averaged = self._averaged(step, name, traced) if name in wanted and name not in raw else none

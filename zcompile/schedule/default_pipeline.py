@@ -18,6 +18,7 @@ from zcompile.passes.assign_units import assign_units
 from zcompile.passes.capture_graphs import capture_graphs
 from zcompile.passes.chunk_rows import chunk_rows
 from zcompile.passes.defer_weights import defer_weights
+from zcompile.passes.divide_sequence import divide_sequence
 from zcompile.passes.gather_ahead import gather_ahead
 from zcompile.passes.insert_gathers import insert_gathers
 from zcompile.passes.insert_reductions import insert_reductions
@@ -43,9 +44,11 @@ from zcompile.passes.split_phases import split_phases
 from zcompile.schedule.option_checks import (
     Chunk,
     CudaGraphs,
+    Sequencing,
     bytes_of,
     check_chunk,
     check_prefetch,
+    check_sequence,
     check_stage,
     checkpoint_of,
     offload_of,
@@ -106,6 +109,7 @@ def pipeline(
     partition_activations: bool = False,
     cuda_graphs: CudaGraphs = False,
     chunk: Chunk = None,
+    sequence: Sequencing = None,
     free: int | None = None,
 ) -> Pipeline:
     """Return the passes that make a ZeRO program, in the order derived from their facts; prints as a table.
@@ -131,6 +135,7 @@ def pipeline(
             or "step", for a step that is captured as a whole, and in which nothing is gathered for the next one.
         chunk: The most rows, such as tokens, for which wide values, such as logits, are computed at once; a size such
             as "8 GiB", within which the step is kept by it; or "auto": losses are, and more if memory is short.
+        sequence: How tokens are divided over the ranks of the sequence axis: "ulysses", by heads for attention.
         free: Bytes that the step may hold with chunk="auto"; None for any number.
 
     Raises:
@@ -153,7 +158,9 @@ def pipeline(
     recompute = _recomputes(budget, [*passes, *last], fuses=partition == "min_cut", whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
     rest = (split, ASSIGN, *recompute, *passes, *_within(limit, kept), *last)
-    chosen = (*_chunks(chunk, free, rest, whole=whole), *rest)
+    check_sequence(sequence, chunk)
+    first = [Pass("divide_sequence", divide_sequence)] if sequence is not None else []
+    chosen = (*first, *_chunks(chunk, free, rest, whole=whole), *rest)
     return Pipeline(STAGES[stage], chosen, (facts.VOLUME_RIGHT, *goals))
 
 

@@ -20,6 +20,7 @@ from zcompile.schedule.option_checks import (
     FLAT,
     Chunk,
     CudaGraphs,
+    Sequencing,
     bytes_of,
     check_backend,
     check_chunk,
@@ -27,6 +28,7 @@ from zcompile.schedule.option_checks import (
     check_gather_wire,
     check_graphs,
     check_prefetch,
+    check_sequence,
     check_shard,
     check_stage,
     check_wire,
@@ -36,7 +38,10 @@ from zcompile.schedule.pipeline import Pass, Pipeline, Trait
 from zcompile.torch_internals.inductor import loss_decompositions
 
 _UPDATING = frozenset(step.name for step in UPDATES)
-_OF_PASSES = ("memory_limit", "chunk", "arenas", "offload_activations", "partition_activations", "cuda_graphs")
+_OF_PASSES = (
+    *("memory_limit", "chunk", "sequence", "arenas"),
+    *("offload_activations", "partition_activations", "cuda_graphs"),
+)
 """Options that `pipeline` takes as they are given."""
 _OWN = "a rank's own"
 _PLACE = "each rank may have another disk"
@@ -59,6 +64,7 @@ class MemoryOptions(TypedDict, total=False):
     offload_activations: str | None
     cuda_graphs: CudaGraphs
     chunk: Chunk
+    sequence: Sequencing
 
 
 class InspectionOptions(TypedDict, total=False):
@@ -135,6 +141,7 @@ class Options:
     offload_parameters: str | None = field(default=None, metadata={_PLACE: True})
     cuda_graphs: CudaGraphs = False
     chunk: Chunk = None
+    sequence: Sequencing = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dump", os.environ.get("ZCOMPILE_DUMP") if self.dump is None else self.dump)
@@ -150,6 +157,7 @@ class Options:
         checkpoint_of(self.checkpoint)
         check_graphs(self.cuda_graphs)
         check_chunk(self.chunk)
+        check_sequence(self.sequence, self.chunk)
         keeping = [option for option in ("cuda_graphs", "arenas") if getattr(self, option)]
         if self.memory_limit is not None and keeping:
             fix = "leave one of the two out: an arena has room for what is alive at most, and has it all the time"
@@ -198,7 +206,12 @@ class Options:
     @property
     def decompositions(self) -> Mapping[Any, Callable[..., Any]] | None:
         """What operations of a step are decomposed into as it is traced."""
-        return loss_decompositions(fuses=self.backend == "inductor", chunks=self.chunk is not None)
+        return loss_decompositions(fuses=self.backend == "inductor", chunks=self.wants_sizes)
+
+    @property
+    def wants_sizes(self) -> bool:
+        """True if passes have to know the sizes of batches, and losses are to be sums."""
+        return self.chunk is not None or self.sequence is not None
 
     @property
     def limit(self) -> int | None:

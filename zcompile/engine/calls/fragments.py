@@ -305,7 +305,7 @@ class Fragment:
         self._hooks = HookWatch(module, itself=not path)
         self._was_called = False
         # Dynamo does not support DTensors with varying sizes, and loops have a number of rows: a program for each size.
-        static = any(site.local is not None for site in tree.sites) or tree.engine.options.chunk is not None
+        static = any(site.local is not None for site in tree.sites) or tree.engine.options.wants_sizes
         lines = [f"{path} {type(module).__qualname__}"]
         lines += [f"{site.name} {list(site.placeholder.shape)}" for site in self.sites]
         call = traceable(module, forward, lines)

@@ -1,0 +1,328 @@
+"""divide_sequence: let each rank of a group compute a part of the tokens of the same batch.
+
+    h = aten.embedding.default(w, tokens)             mine = ops.zcompile.shard.default(tokens, 1, 2, 'sp')
+    y = aten.bmm.default(h, k)                        h = aten.embedding.default(w, mine)
+    loss = aten.sum.default(y)                ->      y = aten.bmm.default(h, k)
+    dw = aten.mm.default(h_t, dy)                     part = aten.sum.default(y)
+                                                      loss = ops.zcompile.all_reduce.default(part, 2, 'sp')
+                                                      dw_part = aten.mm.default(h_t, dy)
+                                                      dw = aten.mul.Tensor(dw_part, 2)
+
+Each value is whole, or each rank has a part of it along a dimension, or they add up to it. What operations make of
+parts is read from the table of axes (`zcompile.ir.row_axes`); where one wants its values otherwise, they change hands:
+attention wants all tokens of some heads, and gives them back (DeepSpeed-Ulysses, Jacobs et al., 2023). What is computed
+from inputs alone, such as masks and positions, is computed as a whole. Gradients of parameters are sums over ranks,
+which are data-parallel ranks as well, and average them: so each is multiplied by the number of ranks before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+import zcompile.torch_internals.group_operators  # noqa: F401  # registers the operators
+from zcompile.errors import OptionError
+from zcompile.ir.operation import Data, Phase, data, line_of, op_of, set_data
+from zcompile.ir.ops import Compute, Input, Item, Kind, Parameter
+from zcompile.ir.placement import PARTIAL, WHOLE, Divided, Placement
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import set_results
+from zcompile.ir.row_axes import (
+    ADDITIVE,
+    MixedRowsError,
+    gives_several,
+    is_attention,
+    is_same_in_parts,
+    operators,
+    resized,
+    shape_of,
+    tensors_of,
+)
+from zcompile.ir.rows import Placements
+from zcompile.ir.side_effects import is_collective
+from zcompile.ir.tensor_type import TensorType, human_bytes
+from zcompile.torch_internals.operators import OpOverload
+from zcompile.torch_internals.sizes import FakeTensor
+
+aten = torch.ops.aten
+_OWN = torch.ops.zcompile
+_TOKENS = Divided(1)
+"""Where inputs have their tokens: (batch, tokens, ...)."""
+_HEADS, _BEHIND_HEADS = Divided(1), Divided(2)
+"""Where attention has heads and tokens: (batch, heads, tokens, width)."""
+_NAMES = {"shard": "part", "all_gather": "whole", "all_to_all": "exchanged", "all_reduce": "sum"}
+"""How the results of operators that divide are named, behind their argument's name."""
+_SAME = operators("detach alias")
+"""What has no effect within a graph."""
+
+
+def divide_sequence(program: Program) -> Program:
+    """Return a program that computes a part of the tokens, for the ranks of the sequence axis, which have one batch.
+
+    Its losses are sums over tokens, and no means, as `loss_decompositions` makes them.
+
+    Raises:
+        OptionError: no input has (batch, tokens) that can be divided, heads cannot be, or random numbers are drawn.
+    """
+    axis = program.layout.sequence
+    if axis is None:
+        fix = 'give a mesh with a dimension "sp": init_device_mesh(kind, (data, ranks), mesh_dim_names=("dp", "sp"))'
+        raise OptionError("sequence", "divides tokens over ranks, and there is no axis for them", fix)
+    if axis.size == 1:
+        return program
+    division = _Division(program, axis.size, axis.name)
+    for node in program.graph.nodes:
+        division.add(node)
+    return division.finished()
+
+
+class _Division:
+    """A program that is being divided."""
+
+    def __init__(self, program: Program, size: int, group: str) -> None:
+        self.program, self.size, self.group = program, size, group
+        self.graph = fx.Graph()
+        self.place: dict[fx.Node, Placement] = {}
+        """How each value is divided where nothing else is wanted."""
+        self.ways: dict[fx.Node, dict[Placement, fx.Node]] = {}
+        """The values in the new graph, by how they are divided."""
+        self.several: dict[fx.Node, tuple[Placement, ...]] = {}
+        self.tokens: dict[fx.Node, Divided] = {}
+        """Where values that are whole have their tokens, if they have."""
+        self.returned = {*program.results.outputs, *program.results.input_gradients}
+        self.trained: set[fx.Node] = set()
+        """Parameters, and what is computed from them."""
+
+    # -- values
+
+    def add(self, node: fx.Node) -> None:
+        """Add a value of the program."""
+        if node.op == "output":
+            return
+        if isinstance(data(node).op, Parameter) or not self.trained.isdisjoint(node.all_input_nodes):
+            self.trained.add(node)
+        if node.op != "call_function":
+            self._give(node, self.graph.node_copy(node), WHOLE)
+            shape = shape_of(node)
+            if isinstance(op := data(node).op, Input) and op.kind is Kind.DATA and len(shape) > 1:
+                self.tokens |= {node: _TOKENS} if shape[1] % self.size == 0 else {}
+        elif isinstance(data(node).op, Item):
+            self._item(node)
+        elif node.target in _SAME:
+            (source,) = node.all_input_nodes
+            self.place[node], self.ways[node] = self.place[source], self.ways[source]
+            self.tokens |= {node: self.tokens[source]} if source in self.tokens else {}
+        else:
+            self._operation(node)
+
+    def _item(self, node: fx.Node) -> None:
+        parent, index = node.all_input_nodes[0], op_of(node, Item).index
+        (made,) = self.ways[parent].values()
+        copied = self._copy(node, (made, index), node.kwargs)
+        placement = self.several[parent][index] if parent in self.several else WHOLE
+        self._give(node, copied, placement)
+        if is_attention(parent) and placement == _HEADS and len(shape_of(node)) == 4:
+            self.place[node] = _BEHIND_HEADS
+
+    def _operation(self, node: fx.Node) -> None:
+        sources = tensors_of(node)
+        given = {source: p for source in sources if isinstance(p := self.place[source], Divided)}
+        partial = [source for source in sources if self.place[source] is PARTIAL]
+        if node in self.trained and not given:  # the first that reads parameters and tokens
+            given = {source: self.tokens[source] for source in sources if source in self.tokens}
+        if partial and len(partial) == len(sources) and node.target in ADDITIVE:
+            self._made(node, dict.fromkeys(sources, PARTIAL), [PARTIAL])
+        elif is_attention(node) and given:
+            self._attention(node, sources)
+        else:
+            self._made(node, *self._cheapest(node, sources, given))
+
+    def _cheapest(
+        self, node: fx.Node, sources: Sequence[fx.Node], given: Mapping[fx.Node, Divided]
+    ) -> tuple[dict[fx.Node, Placement], Sequence[Placement]]:
+        """Return how an operation takes its values, and gives its results: so that as little as possible is sent."""
+        found = list[tuple[int, int, dict[fx.Node, Placement], Sequence[Placement]]]()
+        for source, placement in given.items():
+            try:
+                placed = Placements(self.size)
+                placed.put(source, placement, node)
+                placed.follow(node)
+            except MixedRowsError:
+                continue
+            wanted = {other: placed.of.get(other, WHOLE) for other in sources}
+            if results := placed.results(node):
+                found.append((sum(self._sent(*one) for one in wanted.items()), len(found), wanted, results))
+        if not found:
+            if given:
+                self._check_small(node, given)
+            self._label(node, sources)
+            return dict.fromkeys(sources, WHOLE), []
+        _, _, wanted, gives = min(found, key=lambda one: one[:2])
+        return wanted, gives
+
+    def _label(self, node: fx.Node, sources: Iterable[fx.Node]) -> None:
+        """Note where a value that is computed as a whole has its tokens."""
+        for source in sources:
+            if source in self.tokens:
+                try:
+                    placed = Placements(self.size)
+                    placed.put(source, self.tokens[source], node)
+                    placed.follow(node)
+                except MixedRowsError:
+                    continue
+                if isinstance(found := placed.of.get(node), Divided):
+                    self.tokens[node] = found
+                    return
+
+    def _check_small(self, node: fx.Node, given: Mapping[fx.Node, Divided]) -> None:
+        """Refuse to gather what is large for an operation that mixes tokens."""
+        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+            self._refuse(node, "draws random numbers for each token, others on each rank", "turn dropout off")
+
+    def _attention(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
+        wanted: dict[fx.Node, Placement] = {}
+        for source in sources:
+            shape = shape_of(source)
+            has_heads = len(shape) > 2 and shape[1] > 1
+            if has_heads and shape[1] % self.size:
+                self._refuse(node, f"has {shape[1]} heads, which {self.size} ranks do not divide", "take fewer ranks")
+            wanted[source] = _HEADS if has_heads else WHOLE
+        values = node.meta["val"] if gives_several(node) else [node.meta["val"]]
+        gives = [_HEADS if isinstance(v, torch.Tensor) and v.dim() > 2 else WHOLE for v in values]
+        self._made(node, wanted, gives)
+
+    def _made(self, node: fx.Node, wanted: Mapping[fx.Node, Placement], gives: Sequence[Placement]) -> None:
+        """Append an operation that takes its values as `wanted`."""
+        several = gives_several(node)
+        first = gives[0] if gives and not several else WHOLE
+        inside = {source: self._as(source, placement, node) for source, placement in wanted.items()}
+        others = {source: self._any(source) for source in node.all_input_nodes if source not in inside}
+        dim = first.dim if isinstance(first, Divided) else None
+        try:
+            args = resized(node, dim, self.size, 1)
+        except MixedRowsError as error:
+            self._refuse(node, str(error), "leave it out")
+        args, kwargs = fx.map_arg((args, node.kwargs), lambda source: inside.get(source) or others[source])
+        copied = self._copy(node, args, kwargs)
+        if several:
+            self.several |= {node: tuple(gives)} if gives else {}
+            self.ways[node] = {WHOLE: copied}
+            self.place[node] = WHOLE
+        else:
+            self._give(node, copied, first)
+
+    def _give(self, node: fx.Node, made: fx.Node, placement: Placement) -> None:
+        self.place[node], self.ways[node] = placement, {placement: made}
+        if node in self.returned:
+            self._as(node, WHOLE, node)
+
+    def _copy(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        made = self.graph.create_node(node.op, node.target, tuple(args), dict(kwargs), name=node.name)
+        made.meta = dict(node.meta)
+        return self._typed(made, data(node))
+
+    def _typed(self, made: fx.Node, like: Data) -> fx.Node:
+        made.meta["val"] = value = _value(made)
+        return set_data(made, replace(like, type=TensorType.of(value)))
+
+    def _any(self, node: fx.Node) -> fx.Node:
+        """Return a value of which no numbers are read."""
+        return next(iter(self.ways[node].values()))
+
+    # -- how values change hands
+
+    def _sent(self, node: fx.Node, wanted: Placement) -> int:
+        """Return about how many bytes of a value are sent before each rank has it as `wanted`."""
+        if wanted in self.ways[node] or self.place[node] is WHOLE:
+            return 0
+        nbytes: int = node.meta["val"].numel() * node.meta["val"].element_size()
+        if self.place[node] is PARTIAL:
+            return 2 * nbytes
+        return nbytes if wanted is WHOLE else nbytes // self.size
+
+    def _as(self, node: fx.Node, wanted: Placement, user: fx.Node) -> fx.Node:
+        """Return a value divided as `wanted`, for a reader."""
+        ways = self.ways[node]
+        if wanted in ways:
+            return ways[wanted]
+        have, value = next(iter(ways.items()))
+        if have is WHOLE and is_same_in_parts(node) and isinstance(wanted, Divided):
+            made = self._copy(node, resized(node, wanted.dim, self.size, 1), node.kwargs)
+        elif have is WHOLE and isinstance(wanted, Divided):
+            made = self._call(_OWN.shard, user, value, wanted.dim, wanted.outer, self.size, _order(node))
+        elif have is PARTIAL and wanted is WHOLE:
+            made = self._call(_OWN.all_reduce, user, value, self.size)
+        elif isinstance(have, Divided) and wanted is WHOLE:
+            made = self._call(_OWN.all_gather, user, value, have.dim, have.outer, self.size, _order(node))
+        elif isinstance(have, Divided) and isinstance(wanted, Divided) and have.outer == wanted.outer == 1:
+            made = self._call(_OWN.all_to_all, user, value, have.dim, wanted.dim, self.size, _order(node))
+        else:
+            self._as(node, WHOLE, user)
+            ways[have] = ways.pop(have)  # what is whole comes first now
+            return self._as(node, wanted, user)
+        ways[wanted] = made
+        return made
+
+    def _call(self, packet: Any, user: fx.Node, value: fx.Node, *args: Any) -> fx.Node:
+        name = f"{value.name}_{_NAMES[packet.__name__]}"
+        made = self.graph.create_node("call_function", packet.default, (value, *args, self.group), name=name)
+        phase = data(user).phase
+        made.meta = {"partitioner_tag": f"is_{phase}"}
+        return self._typed(made, Data(Compute(), phase, source=data(user).source))
+
+    # -- the end
+
+    def finished(self) -> Program:
+        """Return the program, whose results are whole."""
+        if not any(isinstance(place, Divided) for place in self.place.values()):
+            problem = f"no input is (batch, tokens), of tokens that {self.size} ranks can divide"
+            raise OptionError("sequence", problem, "give batches so, whose length is a multiple of the ranks")
+        results = self.program.results
+
+        def whole(value: Any) -> Any:
+            return self.ways[value][WHOLE] if isinstance(value, fx.Node) else value
+
+        outputs = [*map(whole, results.outputs)]
+        gradients = {name: self._gradient(value) for name, value in results.gradients.items()}
+        set_results(
+            self.graph,
+            outputs=outputs,
+            input_gradients=[*map(whole, results.input_gradients)],
+            gradients=gradients,
+        )
+        made = [node for node in self.graph.nodes if is_collective(node) and node.target is not _OWN.shard.default]
+        nbytes = sum(data(node).nbytes for node in made)
+        note = f"divide_sequence: tokens over {self.size} ranks, {len(made)} exchanges of {human_bytes(nbytes)}"
+        return replace(self.program, graph=self.graph, notes=(*self.program.notes, note))
+
+    def _gradient(self, value: fx.Node) -> fx.Node:
+        """Return a gradient of which the mean over all ranks is that over batches."""
+        if self.place[value] is not PARTIAL:
+            return self._as(value, WHOLE, value)
+        given, name = (self.ways[value][PARTIAL], self.size), f"{value.name}_scaled"
+        made = self.graph.create_node("call_function", aten.mul.Tensor, given, name=name)
+        made.meta = {"partitioner_tag": f"is_{Phase.BACKWARD}"}
+        return self._typed(made, replace(data(value), op=Compute(), view=False))
+
+    def _refuse(self, node: fx.Node, problem: str, fix: str) -> None:
+        source, line = data(node).source, line_of(node)
+        where = " ".join([node.name, *([f"in {source}"] if source else []), *([f"({line})"] if line else [])])
+        raise OptionError("sequence", f"cannot divide {where}: it {problem}", fix)
+
+
+def _order(node: fx.Node) -> list[int]:
+    """Return the dimensions of a value as they lie in memory, the outermost first."""
+    strides = node.meta["val"].stride()
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def _value(node: fx.Node) -> Any:
+    """Return the fake value of an operation with the values of its arguments."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+    mode = next(v.fake_mode for n in node.graph.nodes if isinstance(v := n.meta.get("val"), FakeTensor))
+    with mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]

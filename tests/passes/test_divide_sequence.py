@@ -1,0 +1,303 @@
+"""divide_sequence: the text of a small program, and real ones computed by all ranks at once in this process."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from examples.gpt import GPT, GPTConfig
+from tests.passes.programs import check, head_of
+from zcompile import OptionError, Program, ProgramError, computes, verify
+from zcompile.ir.axis import Axis, AxisKind
+from zcompile.ir.layout import STAGES
+from zcompile.ir.operation import data
+from zcompile.ir.ops import Input, Kind, Parameter
+from zcompile.model.units import make_layout
+from zcompile.passes.divide_sequence import divide_sequence
+from zcompile.tools.llama import Llama, LlamaShape
+from zcompile.tools.tracing import trace
+
+WORDS, WIDTH, HEADS, LENGTH, BATCH = 32, 16, 4, 8, 3
+HEAD = head_of("a").replace('"shard 2"', '"shard 2", "sp": "sequence 2"')
+WHOLE = """
+def forward(box):
+    (
+        a,                                # f32[4, 4]             parameter a.weight
+        x,                                # f32[3, 8, 4]
+    ) = unbox(box)
+    rows = aten.view.default(x, [24, 4])  # &f32[24, 4]
+    y = aten.mm.default(rows, a)          # f32[24, 4]    +384 B  a
+    del rows
+    squares = aten.mul.Tensor(y, y)       # f32[24, 4]    +384 B  a
+    loss = aten.sum.default(squares)      # f32[]         +4 B
+    del squares                           #               -384 B
+    return [loss], [x, y]
+
+
+def backward(box):
+    (
+        x,                                  # f32[3, 8, 4]
+        y,                                  # f32[24, 4]            a
+        dloss,                              # f32[]                 tangent
+    ) = unbox(box)
+    scaled = aten.mul.Tensor(y, dloss)      # f32[24, 4]    +384 B  a
+    del y, dloss                            #               -384 B
+    rows_1 = aten.view.default(x, [24, 4])  # &f32[24, 4]
+    del x
+    columns = aten.t.default(rows_1)        # &f32[4, 24]
+    del rows_1
+    da = aten.mm.default(columns, scaled)   # f32[4, 4]     +64 B   a
+    del scaled, columns                     #               -384 B
+    return [None], {'a.weight': da}
+"""
+
+
+DIVIDED = """
+def forward(box):
+    (
+        a,                                                     # f32[4, 4]             parameter a.weight
+        x,                                                     # f32[3, 8, 4]
+    ) = unbox(box)
+    rows = aten.view.default(x, [24, 4])                       # &f32[24, 4]
+    rows_part = ops.zcompile.shard.default(rows, 0, 3, 2, [0, 1], 'sp')  # f32[12, 4]  +192 B  a
+    del rows
+    y = aten.mm.default(rows_part, a)                          # f32[12, 4]    +192 B  a
+    del rows_part                                              #               -192 B
+    squares = aten.mul.Tensor(y, y)                            # f32[12, 4]    +192 B  a
+    loss = aten.sum.default(squares)                           # f32[]         +4 B
+    del squares                                                #               -192 B
+    loss_sum = ops.zcompile.all_reduce.default(loss, 2, 'sp')  # f32[]         +4 B
+    del loss                                                   #               -4 B
+    return [loss_sum], [x, y]
+
+
+def backward(box):
+    (
+        x,                                      # f32[3, 8, 4]
+        y,                                      # f32[12, 4]            a
+        dloss,                                  # f32[]                 tangent
+    ) = unbox(box)
+    scaled = aten.mul.Tensor(y, dloss)          # f32[12, 4]    +192 B  a
+    del y, dloss                                #               -192 B
+    rows_1 = aten.view.default(x, [24, 4])      # &f32[24, 4]
+    del x
+    columns = aten.t.default(rows_1)            # &f32[4, 24]
+    del rows_1
+    columns_part = ops.zcompile.shard.default(columns, 1, 3, 2, [0, 1], 'sp')  # f32[4, 12]  +192 B  a
+    del columns
+    da = aten.mm.default(columns_part, scaled)  # f32[4, 4]     +64 B   a
+    del scaled, columns_part                    #               -384 B
+    da_scaled = aten.mul.Tensor(da, 2)          # f32[4, 4]     +64 B   a
+    del da                                      #               -64 B
+    return [None], {'a.weight': da_scaled}
+"""
+
+
+class Explicit(nn.Module):
+    """Attention by products of matrices and a softmax, under a causal mask; a tied head and a bias by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(WORDS, WIDTH)
+        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        query, key, value = self.project(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        scores = query @ key.transpose(-1, -2) / math.sqrt(WIDTH // HEADS)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        mixed = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+        x = x + self.out(mixed.transpose(1, 2).flatten(2)) * self.scale
+        logits = x @ self.tokens.weight.t()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=3)
+
+
+class Masked(nn.Module):
+    """Attention under a mask of documents that are packed into one sequence, and a loss in which tokens weigh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.project = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        document = (tokens == 0).cumsum(1)
+        mask = (document[:, :, None] == document[:, None, :])[:, None]
+        x = self.tokens(tokens)
+        query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        losses = F.cross_entropy(self.head(mixed.transpose(1, 2).flatten(2)).transpose(1, 2), targets, reduction="none")
+        return (losses * (targets > 4)).sum() / (targets > 4).sum()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": lambda: GPT(GPTConfig(vocabulary=WORDS, context=16, layers=2, heads=HEADS, width=WIDTH)),
+    "llama": lambda: Llama(LlamaShape(2, WIDTH, 24, HEADS, HEADS), WORDS),
+    "explicit": Explicit,
+    "masked": Masked,
+}
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randint(WORDS, (BATCH, LENGTH), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def traced(model: nn.Module, ranks: int, args: tuple[Tensor, ...] | None = None) -> Program:
+    program = trace(model, args or batch(), fuses=False, chunks=True)
+    axes = Axis("dp_sp", AxisKind.SHARD, 2 * ranks), Axis("sp", AxisKind.SEQUENCE, ranks)
+    return replace(program, layout=make_layout(model, STAGES[3], axes))
+
+
+class AllRanks:
+    """Computes a program as all ranks of a group do, each line by every rank before the next."""
+
+    def __init__(self, program: Program, ranks: int, given: Callable[[fx.Node], Any]) -> None:
+        self.ranks, self.values = ranks, dict[fx.Node, list[Any]]()
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = [given(node)] * ranks
+            elif node.op == "call_function":
+                self.values[node] = self.computed(node)
+
+    def computed(self, node: fx.Node) -> list[Any]:
+        name, ranks = str(node.target), range(self.ranks)
+        if not name.startswith("zcompile"):
+            each = [fx.map_arg((node.args, node.kwargs), lambda arg: self.values[arg][rank]) for rank in ranks]  # noqa: B023
+            return [node.target(*args, **kwargs) for args, kwargs in each]  # type: ignore[operator]
+        source, dim, *rest = node.args
+        parts = self.values[source]  # type: ignore[index]
+        match name.split(".")[1]:
+            case "shard":
+                apart = [part.unflatten(dim, (rest[0], self.ranks, -1)) for part in parts]
+                found = [one.select(dim + 1, rank).flatten(dim, dim + 1) for rank, one in enumerate(apart)]  # type: ignore[operator]
+            case "all_gather":
+                apart = [part.unflatten(dim, (rest[0], -1)) for part in parts]
+                found = [torch.stack(apart, dim + 1).flatten(dim, dim + 2)] * self.ranks  # type: ignore[operator]
+            case "all_to_all":
+                found = [*torch.cat(parts, dim).chunk(self.ranks, rest[0])]  # type: ignore[arg-type]
+            case "all_reduce":
+                found = [sum(parts[1:], parts[0])] * self.ranks
+        like = node.meta["val"]
+        return [torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(one) for one in found]
+
+
+def test_rows_are_divided_and_sums_added_up() -> None:
+    check(divide_sequence, HEAD, WHOLE, DIVIDED)
+
+
+def computed(program: Program, model: nn.Module, ranks: int) -> tuple[list[Any], dict[str, list[Tensor]]]:
+    """The losses and the gradients of all ranks."""
+    parameters, tensors = dict(model.named_parameters()), dict(zip(("tokens", "targets"), batch(), strict=True))
+
+    def given(node: fx.Node) -> Any:
+        op = data(node).op
+        if isinstance(op, Parameter):
+            return parameters[op.name].detach()
+        assert isinstance(op, Input)
+        if op.kind is Kind.CONSTANT:
+            return program.constants[node.name]
+        return torch.ones(()) if op.kind is Kind.TANGENT else tensors[node.name]
+
+    values, results = AllRanks(program, ranks, given).values, program.results
+    return values[results.outputs[0]], {name: values[gradient] for name, gradient in results.gradients.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_all_ranks_compute_what_one_computes(name: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    program = traced(model, ranks)
+    divided = divide_sequence(program)
+    verify(divided, (computes(program),), "here")
+    losses, gradients = computed(divided, model, ranks)
+    wanted = model(*batch())
+    wanted.backward()
+    for loss in losses:
+        torch.testing.assert_close(loss, wanted)
+    for param, each in gradients.items():
+        mean = sum(each) / ranks
+        torch.testing.assert_close(mean, model.get_parameter(param).grad, msg=lambda m, n=param: f"{n}: {m}")
+    most = max(node.meta["val"].numel() for node in program.graph.nodes if isinstance(node.meta.get("val"), Tensor))
+    mine = [node.meta["val"].numel() for node in divided.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert max(mine) < most or name == "explicit"  # whose keys and values each rank has, and their gradients
+
+
+def mutants(program: Program) -> Iterator[tuple[str, Program]]:
+    """The program with one line changed that divides a value, or another value in its place."""
+
+    def changed(what: str, number: int, change: Callable[[list[fx.Node], fx.Node], None]) -> tuple[str, Program]:
+        copied = program.copy()
+        nodes = list(copied.graph.nodes)
+        change(nodes, nodes[number])
+        return f"{what} {nodes[number].name}", copied
+
+    for number, node in enumerate(program.graph.nodes):
+        name = str(node.target)
+        if name.startswith("zcompile"):
+            yield changed("without", number, lambda _, n: n.replace_all_uses_with(n.args[0]))
+            for at, value in ((1, 0), (1, 1), (1, 2), (2, 1), (2, 2), (2, 3)):
+                if "all_reduce" not in name and node.args[at] != value:
+                    yield changed(f"{at}={value} of", number, lambda _, n, a=at, v=value: n.update_arg(a, v))
+            for other, like in enumerate(itertools.islice(program.graph.nodes, number)):
+                if str(like.target) == name and like.meta["val"].shape == node.meta["val"].shape:
+                    yield changed(
+                        f"{like.name} for", number, lambda nodes, n, o=other: n.replace_all_uses_with(nodes[o])
+                    )
+        elif node.target is torch.ops.aten.mul.Tensor and node.args[1] == 2:
+            yield changed("unscaled", number, lambda _, n: n.replace_all_uses_with(n.args[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_no_mutant_is_accepted_that_computes_something_else(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    program = traced(model, 2)
+    wanted = computed(divide_sequence(program), model, 2)
+    refused = 0
+    every = list(mutants(divide_sequence(program)))
+    for what, mutant in every:
+        try:
+            verify(mutant, (computes(program),), "here")
+        except ProgramError:
+            refused += 1
+            continue
+        try:
+            found = computed(mutant, model, 2)
+        except RuntimeError as error:
+            raise AssertionError(f"{what} is accepted, and fails") from error
+        torch.testing.assert_close(found, wanted, msg=lambda m, w=what: f"{w}: {m}")
+    assert len(every) > 50
+    assert refused > 0.8 * len(every)
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "problem"),
+    [
+        (lambda: Llama(LlamaShape(1, 18, 24, 3, 3), WORDS), batch(), "3 heads, which 2 ranks do not divide"),
+        (MODELS["gpt"], tuple(part[:, :7].contiguous() for part in batch()), "no input is .batch, tokens."),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()), (torch.ones(2, 8, 4),), "draws random numbers"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    model: Callable[[], nn.Module], args: tuple[Tensor, ...], problem: str
+) -> None:
+    with pytest.raises(OptionError, match=f"(?s)sequence: .*{problem}"):
+        divide_sequence(traced(model(), 2, args))
+
+
+def test_without_an_axis_of_sequences_nothing_is_divided() -> None:
+    program = traced(MODELS["gpt"](), 2)
+    with pytest.raises(OptionError, match="there is no axis for them"):
+        divide_sequence(replace(program, layout=replace(program.layout, axes=program.layout.axes[:1])))

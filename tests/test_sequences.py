@@ -1,0 +1,155 @@
+"""Tokens divided over ranks: the training of one process, in every stage."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zcompile
+from examples.gpt import GPT, GPTConfig
+from tests.cases import quickly
+from tests.compare import full, gradients
+from tests.ranks import Ranks
+from tests.threads import Threads
+from zcompile import AgreementError, ZcompileError
+
+WORDS, LENGTH, BATCH = 32, 8, 3
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocabulary=WORDS, context=16, layers=2, heads=4, width=16))
+
+
+def batch(data: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + data)
+    drawn = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def trained(rank: int, data: int, ranks: int, options: dict[str, Any]) -> str:
+    """Two steps, whose losses and gradients are those of one process on the batches of all data-parallel ranks."""
+    mesh = init_device_mesh("cpu", (data, ranks), mesh_dim_names=("dp", "sp"))
+    model = gpt()
+    plain = copy.deepcopy(model)
+    compiled = zcompile.compile(model, mesh=mesh, sequence="ulysses", **{"backend": "eager", **options})
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (compiled, plain)]
+    near = {"rtol": 3e-2, "atol": 3e-3} if "dtype" in options else {"rtol": 1e-4, "atol": 1e-6}
+    for step in range(2):
+        loss = compiled(*batch(mesh["dp"].get_local_rank(), step))
+        loss.backward()
+        for index in range(data):
+            wanted = plain(*batch(index, step))
+            (wanted / data).backward()
+            if index == mesh["dp"].get_local_rank():
+                torch.testing.assert_close(loss, wanted, **near)
+        torch.testing.assert_close(gradients(model), gradients(plain), **near)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    compiled.eval()
+    with torch.no_grad():
+        tokens, _ = batch(0, 0)
+        torch.testing.assert_close(compiled(tokens).float(), plain(tokens), **near)
+    return ""
+
+
+@quickly(
+    "data, ranks, stage",
+    [(*shape, stage) for shape in ((1, 2), (2, 2), (1, 4)) for stage in range(4)],
+    [(1, 2, 3)],
+)
+def test_a_divided_sequence_trains_as_one_process(threads: Threads, data: int, ranks: int, stage: int) -> None:
+    assert threads.run(data * ranks, trained, data, ranks, {"stage": stage}) == [""] * data * ranks
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "checkpoint": {"checkpoint": "unit"},
+    "arenas": {"arenas": True, "stage": 2},
+    "bf16": {"dtype": torch.bfloat16},
+    "limit": {"memory_limit": "1 MiB"},
+    "inductor": {"backend": "inductor"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE)
+def test_other_options_go_beside_a_divided_sequence(threads: Threads, name: str) -> None:
+    assert threads.run(2, trained, 1, 2, BESIDE[name]) == ["", ""]
+
+
+@pytest.mark.slow
+def test_real_ranks_exchange_heads(ranks: Ranks) -> None:
+    assert ranks.run(4, trained, 2, 2, {"stage": 3}) == [""] * 4
+
+
+def stepped(rank: int, stage: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    model = gpt()
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, plain)]
+    step = zcompile.train_step(
+        model,
+        lambda model, tokens, targets: model(tokens, targets),
+        optimizers[0],
+        mesh=mesh,
+        sequence="ulysses",
+        stage=stage,
+        backend="eager",
+        clip_grad_norm=0.5,
+    )
+    for number in range(3):
+        step(*batch(mesh["dp"].get_local_rank(), number))
+        for index in range(2):
+            (plain(*batch(index, number)) / 2).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    for param, same in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(param.detach()), same.detach(), rtol=1e-3, atol=1e-5)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_train_steps_divide_sequences(threads: Threads, stage: int) -> None:
+    assert threads.run(4, stepped, stage) == [""] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"sequence": "rings"}, "sequence: has no value 'rings'"),
+        ({"sequence": "ulysses", "chunk": 8}, "chunk: cannot be combined with sequence="),
+        ({"sequence": "ulysses"}, r"(?s)mesh: .*without a dimension.*Fix: .*mesh_dim_names=\('dp', 'sp'\)"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(without_group: None, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ZcompileError, match=problem):
+        zcompile.compile(gpt(), backend="eager", **options)
+
+
+def unequal(rank: int) -> str:
+    """Ranks of one group are given batches of different lengths, after steps of both."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
+    compiled = zcompile.compile(gpt(), mesh=mesh, sequence="ulysses", backend="eager")
+    tokens, targets = batch(0, 0)
+    for length in (8, 4):
+        compiled(tokens[:, :length].contiguous(), targets[:, :length].contiguous()).backward()
+        compiled.zero_grad()
+    length = 8 - 4 * rank
+    with pytest.raises(AgreementError) as raised:
+        compiled(tokens[:, :length].contiguous(), targets[:, :length].contiguous())
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_ranks_with_batches_of_different_lengths_are_told(threads: Threads) -> None:
+    for text in threads.run(2, unequal):
+        assert "the batch: differs on ranks that divide its tokens" in text
+        assert "give all ranks of 'sp' the same batch" in text
