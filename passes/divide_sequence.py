@@ -34,6 +34,7 @@ from zcompile.ir.program_graph import set_results
 from zcompile.ir.row_axes import (
     ADDITIVE,
     MixedRowsError,
+    attended,
     gives_several,
     is_attention,
     is_same_in_parts,
@@ -43,9 +44,8 @@ from zcompile.ir.row_axes import (
     tensors_of,
 )
 from zcompile.ir.rows import Placements
-from zcompile.ir.side_effects import is_collective
+from zcompile.ir.side_effects import is_collective, is_random
 from zcompile.ir.tensor_type import TensorType, human_bytes
-from zcompile.torch_internals.operators import OpOverload
 from zcompile.torch_internals.sizes import FakeTensor
 
 aten = torch.ops.aten
@@ -129,6 +129,8 @@ class _Division:
             self.place[node] = _BEHIND_HEADS
 
     def _operation(self, node: fx.Node) -> None:
+        if is_random(node):
+            self._refuse(node, "draws random numbers, which would be others on each rank", "turn dropout off")
         sources = tensors_of(node)
         given = {source: p for source in sources if isinstance(p := self.place[source], Divided)}
         partial = [source for source in sources if self.place[source] is PARTIAL]
@@ -157,8 +159,6 @@ class _Division:
             if results := placed.results(node):
                 found.append((sum(self._sent(*one) for one in wanted.items()), len(found), wanted, results))
         if not found:
-            if given:
-                self._check_small(node, given)
             self._label(node, sources)
             return dict.fromkeys(sources, WHOLE), []
         _, _, wanted, gives = min(found, key=lambda one: one[:2])
@@ -178,16 +178,11 @@ class _Division:
                     self.tokens[node] = found
                     return
 
-    def _check_small(self, node: fx.Node, given: Mapping[fx.Node, Divided]) -> None:
-        """Refuse to gather what is large for an operation that mixes tokens."""
-        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-            self._refuse(node, "draws random numbers for each token, others on each rank", "turn dropout off")
-
     def _attention(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
         wanted: dict[fx.Node, Placement] = {}
         for source in sources:
-            shape = shape_of(source)
-            has_heads = len(shape) > 2 and shape[1] > 1
+            shape, has_all = shape_of(source), source in attended(node)
+            has_heads = has_all or (len(shape) > 2 and shape[1] > 1)
             if has_heads and shape[1] % self.size:
                 self._refuse(node, f"has {shape[1]} heads, which {self.size} ranks do not divide", "take fewer ranks")
             wanted[source] = _HEADS if has_heads else WHOLE

@@ -77,7 +77,7 @@ LINES = {
     "zcompile/facts": 790,
     "zcompile/frontend": 1_510,
     "zcompile/integrations": 660,
-    "zcompile/ir": 5_320,
+    "zcompile/ir": 5_340,
     "zcompile/model": 1_570,
     "zcompile/pipelining": 2_130,
     "zcompile/proof": 5_260,
@@ -99,7 +99,7 @@ BENCHMARKS = {
     "faults": 1_560,
     "fuzz": 1_470,
     "gpu": 1_560,
-    "memory": 1_070,
+    "memory": 1_180,
     "mutants": 3_340,
     "speed": 2_530,
 }

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from examples.gpt import GPT, GPTConfig
+from tests.cases import quickly
 from tests.passes.programs import check, head_of
 from zcompile import OptionError, Program, ProgramError, computes, verify
 from zcompile.ir.axis import Axis, AxisKind
@@ -109,9 +110,10 @@ class Explicit(nn.Module):
         self.tokens = nn.Embedding(WORDS, WIDTH)
         self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.positions = nn.Parameter(torch.randn(1, LENGTH, WIDTH))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(tokens)
+        x = self.tokens(tokens) + self.positions
         query, key, value = self.project(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         scores = query @ key.transpose(-1, -2) / math.sqrt(WIDTH // HEADS)
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -142,6 +144,7 @@ class Masked(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: GPT(GPTConfig(vocabulary=WORDS, context=16, layers=2, heads=HEADS, width=WIDTH)),
     "llama": lambda: Llama(LlamaShape(2, WIDTH, 24, HEADS, HEADS), WORDS),
+    "grouped": lambda: Llama(LlamaShape(1, WIDTH, 24, HEADS, 2), WORDS),
     "explicit": Explicit,
     "masked": Masked,
 }
@@ -212,8 +215,11 @@ def computed(program: Program, model: nn.Module, ranks: int) -> tuple[list[Any],
     return values[results.outputs[0]], {name: values[gradient] for name, gradient in results.gradients.items()}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@quickly(
+    "name, ranks",
+    [*itertools.product(MODELS, [2]), ("gpt", 4), ("explicit", 4), ("masked", 4)],
+    [("grouped", 2), ("explicit", 4)],
+)
 def test_all_ranks_compute_what_one_computes(name: str, ranks: int) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -287,14 +293,16 @@ def test_no_mutant_is_accepted_that_computes_something_else(name: str) -> None:
     [
         (lambda: Llama(LlamaShape(1, 18, 24, 3, 3), WORDS), batch(), "3 heads, which 2 ranks do not divide"),
         (MODELS["gpt"], tuple(part[:, :7].contiguous() for part in batch()), "no input is .batch, tokens."),
+        (MODELS["grouped"], batch(), "2 heads, which 4 ranks do not divide"),
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()), (torch.ones(2, 8, 4),), "draws random numbers"),
+        (lambda: nn.Sequential(nn.Dropout(), nn.Linear(4, 4)), (torch.ones(2, 8, 4),), "draws random numbers"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(
     model: Callable[[], nn.Module], args: tuple[Tensor, ...], problem: str
 ) -> None:
     with pytest.raises(OptionError, match=f"(?s)sequence: .*{problem}"):
-        divide_sequence(traced(model(), 2, args))
+        divide_sequence(traced(model(), 4 if "4 ranks" in problem else 2, args))
 
 
 def test_without_an_axis_of_sequences_nothing_is_divided() -> None:

@@ -107,7 +107,7 @@ class Engine:
             return on_locals(graph, inputs, names, locals_ or {}, capturing)
 
         with self.runtime.progress.doing("tracing its backward"), old_objects_frozen():
-            return compiled(module) if self.options.chunk is None else without_wide_results(module, compiled)
+            return without_wide_results(module, compiled) if self.options.wants_sizes else compiled(module)
 
     @property
     def _is_cached(self) -> bool:

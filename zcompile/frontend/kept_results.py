@@ -1,4 +1,4 @@
-"""Which results of a training call are kept: with `chunk=`, what is wide and only stands beside a loss is not.
+"""Which results of a training call are kept: with `chunk=` or `sequence=`, what only stands beside a loss is not.
 
 A model that returns its logits beside the loss, as those of Transformers do, would have them as a whole, which nothing
 but a reader of the logits needs. A stand-in takes their place, which refuses to be read.
@@ -18,7 +18,7 @@ from zcompile.torch_internals.pytree import tree_leaves
 
 
 class NotKept:
-    """Takes the place of a tensor that was computed in chunks; whatever reads it raises `error`."""
+    """Takes the place of a tensor that no rank has as a whole; whatever reads it raises `error`."""
 
     def __init__(self, error: ResultError) -> None:
         self.error = error
@@ -89,6 +89,6 @@ def _dependents(graph: fx.Graph, value: fx.Node) -> set[fx.Node]:
 
 def _error(index: int, node: fx.Node) -> ResultError:
     line = line_of(node)
-    problem = "was not kept: the option chunk= computes what is as wide as this for some rows at a time"
-    fix = "read the loss alone, compute what you want of it within the model, or leave chunk= out"
+    problem = "was not kept: with chunk= or sequence= nothing that is as wide as this exists as a whole"
+    fix = "read the loss alone, compute what you want of it within the model, or leave the option out"
     return ResultError(f"result {index} of the model{f' ({line})' if line else ''}", problem, fix)

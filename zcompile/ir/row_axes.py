@@ -356,6 +356,12 @@ def is_attention(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and "scaled_dot_product" in node.target.overloadpacket.__name__
 
 
+def attended(node: fx.Node) -> list[fx.Node]:
+    """Return the values of attention that have all heads: queries, keys and values, and the gradient that arrives."""
+    backward = "backward" in str(node.target)
+    return _among(node.args[: 4 if backward else 3])
+
+
 def is_pointwise(operation: OpOverload) -> bool:
     """Return True for an elementwise operation of the table that writes to no argument."""
     tagged = torch.Tag.pointwise in operation.tags and not writes_arguments(operation)

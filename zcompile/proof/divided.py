@@ -21,6 +21,7 @@ from zcompile.ir.placement import PARTIAL, WHOLE, Divided, Placement
 from zcompile.ir.row_axes import (
     ADDITIVE,
     MixedRowsError,
+    attended,
     gives_several,
     is_attention,
     is_same_in_parts,
@@ -189,7 +190,7 @@ def _attention(graph: HasTerms, node: fx.Node, how: Mapping[fx.Node, HowDivided]
     sizes = {found.size for found in how.values()}
     for source in given:
         found, shape = how.get(source), shape_of(source)
-        whole = found is None and (len(shape) < 3 or shape[1] == 1)
+        whole = found is None and source not in attended(node) and (len(shape) < 3 or shape[1] == 1)
         if not whole and (found is None or (found.dim, found.outer, found.rows) != (1, 1, shape[1])):
             raise NotAlikeError(f"takes {source.name} otherwise than by heads")
     if len(sizes) != 1:

@@ -144,6 +144,8 @@ class GraphTerms:
 
     def _result(self, node: fx.Node) -> int:
         target, terms = node.target, self.terms
+        if target in _SAME and not node.kwargs:
+            return self.term(node.args[0])
         try:
             divided = divided_result(self, node)
         except NotAlikeError as error:

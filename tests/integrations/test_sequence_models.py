@@ -1,0 +1,53 @@
+"""Models of Transformers as they are, their tokens divided over ranks: the same training as of one process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import zcompile
+from tests.compare import full
+from tests.threads import Threads
+
+pytest.importorskip("transformers", reason="needs transformers: make test-integrations")
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+
+from tests.integrations.test_chunked_models import MODELS, batch, loss_of  # noqa: E402
+
+NAMES = [name for name in MODELS if name not in ("distillation", "dpo")]
+
+
+def against_one(rank: int, name: str, data: int, ranks: int, stage: int) -> str:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (data, ranks), mesh_dim_names=("dp", "sp"))
+    model = MODELS[name]().train()
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    options = {"mesh": mesh, "sequence": "ulysses", "stage": stage, "backend": "eager"}
+    step = zcompile.train_step(model, loss_of, optimizers[0], **options)
+    for number in range(3):
+        found = step(**batch(mesh["dp"].get_local_rank(), number))
+        for index in range(data):
+            wanted = loss_of(plain, **batch(index, number))
+            (wanted / data).backward()
+            if index == mesh["dp"].get_local_rank():
+                torch.testing.assert_close(found, wanted.detach(), rtol=1e-5, atol=1e-6)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    for (key, param), same in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(
+            full(param.detach()), same.detach(), rtol=1e-4, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}"
+        )
+    return ""
+
+
+@pytest.mark.parametrize(("data", "ranks", "stage"), [(1, 2, 3), (2, 2, 2), (1, 4, 1), (1, 2, 0)])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_trains_on_divided_sequences(threads: Threads, name: str, data: int, ranks: int, stage: int) -> None:
+    world = data * ranks
+    assert threads.run(world, against_one, name, data, ranks, stage) == [""] * world
