@@ -245,7 +245,7 @@ class _Division:
         if wanted in ways:
             return ways[wanted]
         have, value = next(iter(ways.items()))
-        if have is WHOLE and is_same_in_parts(node) and isinstance(wanted, Divided):
+        if have is WHOLE and is_same_in_parts(node) and isinstance(wanted, Divided) and not is_attention(user):
             made = self._copy(node, resized(node, wanted.dim, self.size, 1), node.kwargs)
         elif have is WHOLE and isinstance(wanted, Divided):
             made = self._call(_OWN.shard, user, value, wanted.dim, wanted.outer, self.size, _order(node))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import zcompile
 from examples.gpt import GPT, GPTConfig
 from tests.cases import quickly
 from tests.passes.programs import check, head_of
 from zcompile import OptionError, Program, ProgramError, computes, verify
+from zcompile.cost.hardware import CPU
 from zcompile.ir.axis import Axis, AxisKind
 from zcompile.ir.layout import STAGES
 from zcompile.ir.operation import data
 from zcompile.ir.ops import Input, Kind, Parameter
 from zcompile.model.units import make_layout
 from zcompile.passes.divide_sequence import divide_sequence
+from zcompile.proof.dumps import prove_dump
+from zcompile.report.dumps import write_dump
+from zcompile.schedule.pipeline import Journal
 from zcompile.tools.llama import Llama, LlamaShape
 from zcompile.tools.tracing import trace
 
@@ -309,3 +316,44 @@ def test_without_an_axis_of_sequences_nothing_is_divided() -> None:
     program = traced(MODELS["gpt"](), 2)
     with pytest.raises(OptionError, match="there is no axis for them"):
         divide_sequence(replace(program, layout=replace(program.layout, axes=program.layout.axes[:1])))
+
+
+def dumped(program: Program, folder: Path) -> Path:
+    journal = Journal()
+    zcompile.pipeline(stage=3, prefetch=1, sequence="ulysses").run(program, journal)
+    write_dump(folder, [journal], "", CPU)
+    return folder
+
+
+@quickly("name", [*MODELS], ["grouped"])
+def test_a_divided_program_is_proven_from_its_text(name: str, tmp_path: Path) -> None:
+    (verdict,) = prove_dump(dumped(traced(MODELS[name](), 2), tmp_path))
+    assert verdict.error is None, verdict.error
+
+
+CHANGES = [
+    (r"all_to_all\.default\((\w+), 2, 1,", r"all_to_all.default(\1, 2, 3,"),
+    (r"all_to_all\.default\((\w+), 1, 2,", r"all_to_all.default(\1, 2, 1,"),
+    (r"shard\.default\((\w+), 1, 1,", r"shard.default(\1, 0, 1,"),
+    (r"(\w+) = ops\.zcompile\.all_reduce\.default\((\w+), 2, 'sp'\)", r"\1 = aten.neg.default(\2)"),
+    (r"aten\.mul\.Tensor\((\w+), 2\)", r"aten.mul.Tensor(\1, 3)"),
+    (r"aten\.mul\.Tensor\((\w+), 2\)", r"aten.clone.default(\1)"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(CHANGES)))
+def test_a_text_that_divides_otherwise_is_not_proven(number: int, tmp_path: Path) -> None:
+    folder, (old, new) = dumped(traced(MODELS["gpt"](), 2), tmp_path), CHANGES[number]
+    changed = 0
+    for file in (folder / "program_0" / "regions").glob("*.py"):
+        text = file.read_text()
+        for found in re.finditer(old, text):
+            file.write_text(text[: found.start()] + found.expand(new) + text[found.end() :])
+            (verdict,) = prove_dump(folder)
+            assert verdict.proof is None, found[0]
+            changed += 1
+        file.write_text(text)
+    assert changed
+    (verdict,) = prove_dump(folder)
+    assert verdict.proof is not None

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from zcompile.errors import ProofError
+from zcompile.proof.checker_divided import divided_call, mean_over_ranks
 from zcompile.proof.checker_rows import Loop
 from zcompile.proof.checker_texts import (
     CAPTURE,
@@ -120,10 +121,13 @@ class Evaluation:
         self.regions = regions if self.runs else {}
         functions = [one for text in regions.values() for one in text.functions.values()]
         self.loops = any(map(loop_of, functions))
-        self.has_shapes = not self.runs and self.loops
+        divides = any("ops.zcompile." in line for text in regions.values() for line in text.lines)
+        self.has_shapes = not self.runs and (self.loops or divides)
         capture = files[CAPTURE]
         bodies = (statement for statement in capture.body if isinstance(statement, ast.Assign))
         said = {ast.unparse(statement.targets[0]): ast.literal_eval(statement.value) for statement in bodies}
+        self.ranks = next((int(axis[9:]) for axis in said.get("axes", {}).values() if axis.startswith("sequence ")), 0)
+        """The number of ranks that divide the tokens of a batch."""
         if lacking := {"axes", "units"} - said.keys():
             raise ProofError(f"{capture.name} line 1", f"does not say what the {min(lacking)} are", FIX)
         self.units = {unit: UnitPart(unit, lines) for unit, lines in said["units"].items()}
@@ -305,6 +309,8 @@ class Evaluation:
         """Return one of several results; each has memory of its own, unless they are views."""
         if type(value) is list:
             return value[index]
+        if (head := self.terms.heads[value.term]).startswith("part "):
+            return self._made(self.terms.make(head, self.terms.make(f"item {index}", *self.terms.args[value.term])))
         shown = value.memory if packet_of(self.terms.heads[value.term]) in VIEWS else None
         return self._made(self.terms.make(f"item {index}", value.term), shown)
 
@@ -334,6 +340,8 @@ class Evaluation:
         return values
 
     def _call(self, call: ast.Call) -> Any:
+        if self.ranks and (divided := divided_call(self, call)) is not None:
+            return divided
         name, given = dotted(call.func), self._values(call.args)
         named = {str(keyword.arg): self._value(keyword.value) for keyword in call.keywords}
         if self._outer and name in self.regions and not named:
@@ -529,7 +537,7 @@ class Evaluation:
     def average(self, param: ParamText, grad: TermValue, how: str, dtype: str) -> int:
         """Return the mean of a gradient, cast first if the units declare it; this rank's part if it is sharded."""
         cast = (self.terms.make(dtype),) if dtype and dtype == param.reduced else ()
-        dense = self.dense(grad)
+        dense = mean_over_ranks(self.terms, self.dense(grad), self.ranks)
         sent = self.terms.make("cast", dense, *cast) if cast else dense
         term = self.terms.make("held" if how == "held" else "mean", sent)
         term = self.terms.make("part", term) if how == "scatter" and "whole" not in param.flags else term

@@ -317,13 +317,13 @@ class Loop:
         head = dotted(call.func)
         if head == "operator.getitem":
             return _item(self.at[dotted(call.args[0])], ast.literal_eval(call.args[1])), call
-        names = [dotted(node) for node in _flat(call) if dotted(node) in self.at]
+        names = [dotted(node) for node in flat(call) if dotted(node) in self.at]
         divided = {i: self.at[name] for i, name in enumerate(names) if self.at[name] is not None}
         packet = head.removeprefix("ops._c10d_functional.").removeprefix("aten.").partition(".")[0]
         if packet.startswith("new_") or not divided:
             return self._made(packet, names, call)
-        literals = [_literal(node) for node in call.args]
-        named = {str(word.arg): _literal(word.value) for word in call.keywords}
+        literals = [literal_or_none(node) for node in call.args]
+        named = {str(word.arg): literal_or_none(word.value) for word in call.keywords}
         kinds = [self.of.terms.kinds.get(self.scope[name].term, "") for name in names]
         line = Called(names, [*map(self._shape, names)], kinds, literals, named)
         if any(type(at) is not tuple for at in divided.values()):
@@ -372,7 +372,7 @@ class Loop:
         (shape,), (dim, groups) = line.shapes, self.at[line.tensors[0]]
         turn = [*shape]
         turn[dim] = shape[dim] // self.rows * self.size
-        before, passed = _product(turn[:dim]) * max(groups, 1), 1
+        before, passed = product(turn[:dim]) * max(groups, 1), 1
         for at, size in enumerate(_viewed(packet, turn, line)):
             if before % passed == 0 and size % (before // passed * self.size) == 0:
                 return (at, before // passed), self._lifted(packet, call, (at, before // passed))
@@ -407,10 +407,10 @@ class Loop:
             names, call = _names(line.targets[0]), line.value
             self.of.terms.here = (*self.above, (self.text, line.lineno))
             if names == [self.factor]:
-                pinned = any(_literal(word.value) is True for word in call.keywords)
-                said = [dotted(call.func), *map(_literal, call.args)]
+                pinned = any(literal_or_none(word.value) is True for word in call.keywords)
+                said = [dotted(call.func), *map(literal_or_none, call.args)]
                 is_one.append(said == ["aten.full.default", [], 1] and not pinned)
-            elif scaled.isdisjoint(map(dotted, _flat(call))):
+            elif scaled.isdisjoint(map(dotted, flat(call))):
                 zeros |= {*names} if _is_zero(call) else set()
             elif not _is_zero(call) and not _is_linear(call, scaled, zeros):
                 self._refuse(f"is not linear in {self.factor}")
@@ -433,7 +433,7 @@ _FIRST = (
 
 
 def _is_linear(call: ast.Call, scaled: set[str], zeros: set[str]) -> bool:
-    packet, given = dotted(call.func).split(".")[1], [dotted(node) for node in _flat(call)]
+    packet, given = dotted(call.func).split(".")[1], [dotted(node) for node in flat(call)]
     if any("int" in (said := ast.unparse(word)) or "bool" in said or "round" in said for word in call.keywords):
         return False
     match packet:
@@ -442,7 +442,7 @@ def _is_linear(call: ast.Call, scaled: set[str], zeros: set[str]) -> bool:
         case "cat" | "add" | "sub":
             return (packet == "cat" or len(given) == 2) and {*given} <= scaled | zeros
         case "masked_fill":
-            return given[0] in scaled and given[1] not in scaled and _literal(call.args[2]) == 0
+            return given[0] in scaled and given[1] not in scaled and literal_or_none(call.args[2]) == 0
     if packet in _PRODUCTS:
         return sum(name in scaled for name in given) == 1
     return packet in _FIRST.split() and given[0] in scaled and scaled.isdisjoint(given[1:])
@@ -451,7 +451,7 @@ def _is_linear(call: ast.Call, scaled: set[str], zeros: set[str]) -> bool:
 def _is_zero(call: ast.Call) -> bool:
     packet, *_ = dotted(call.func).removeprefix("aten.").split(".")
     value = {"scalar_tensor": 0, "full": 1, "full_like": 1}.get(packet)
-    zero = value is not None and len(call.args) > value and _literal(call.args[value]) == 0
+    zero = value is not None and len(call.args) > value and literal_or_none(call.args[value]) == 0
     return zero or packet in ("zeros_like", "new_zeros", "zeros")
 
 
@@ -476,7 +476,7 @@ def _viewed(packet: str, shape: Sequence[int], line: Called) -> list[int]:
         over = {dim % rank for dim in (range(rank) if dims is None else [dims] if type(dims) is int else dims)}
         return [size for dim, size in enumerate(shape) if size != 1 or dim not in over]
     wanted = list(line.args[1])
-    left = _product(shape) // max(_product([size for size in wanted if size != -1]), 1)
+    left = product(shape) // max(product([size for size in wanted if size != -1]), 1)
     return [left if size == -1 else size for size in wanted]
 
 
@@ -485,7 +485,8 @@ def _shape_of(said: ast.expr) -> list[int]:
     return [shape] if type(shape) is int else list(shape)
 
 
-def _product(sizes: Sequence[int]) -> int:
+def product(sizes: Sequence[int]) -> int:
+    """Return the product of sizes."""
     found = 1
     for size in sizes:
         found *= size
@@ -496,14 +497,14 @@ def _names(target: ast.expr) -> list[str]:
     return [dotted(node) for node in (target.elts if isinstance(target, ast.Tuple) else [target])]
 
 
-def _flat(call: ast.Call) -> Iterator[ast.expr]:
+def flat(call: ast.Call) -> Iterator[ast.expr]:
     """Yield the arguments of a call that are names, also those in lists."""
     for given in (*call.args, *(word.value for word in call.keywords)):
         elements = given.elts if isinstance(given, (ast.List, ast.Tuple)) else [given]
         yield from (element for element in elements if isinstance(element, ast.Name))
 
 
-def _literal(node: ast.expr) -> Any:
+def literal_or_none(node: ast.expr) -> Any:
     """Return the value of a constant; None of anything else."""
     try:
         return ast.literal_eval(node)

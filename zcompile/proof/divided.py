@@ -108,12 +108,20 @@ def divided_result(graph: HasTerms, node: fx.Node) -> int | None:
         return _changed(graph, node, *next(iter(given.values())))
     how = {source: found for source, (found, _) in given.items() if found is not None}
     if not how:
-        return None
+        return _of_nothing(graph, node)
     if not all(found.rows for found in how.values()):
         return _shared(graph, node, how, given)
     if is_attention(node):
         return _attention(graph, node, how, given)
     return _parts(graph, node, how, given)
+
+
+def _of_nothing(graph: HasTerms, node: fx.Node) -> int | None:
+    """Return the term of a constant that is made like a divided value, whose numbers it does not read."""
+    like = {source: how_divided(graph.terms, graph.term(source)) for source in node.all_input_nodes}
+    if tensors_of(node) or not any(how for how, _ in like.values()):
+        return None
+    return _applied(graph, node, node.args, like)
 
 
 Given = Mapping[fx.Node, tuple[HowDivided | None, int]]
@@ -143,7 +151,7 @@ def _along(how: HowDivided | None, size: int, dim: int, outer: int) -> HowDivide
 def _shared(graph: HasTerms, node: fx.Node, how: Mapping[fx.Node, HowDivided], given: Given) -> int:
     """Return the term of an operation on shares of sums: of their sums it gives the sum of what it gives of them."""
     kinds = {*how.values()}
-    scaled = node.target is _PRODUCT and not isinstance(node.args[1], fx.Node)
+    scaled = node.target is _PRODUCT and [*how] == [node.args[0]] != [node.args[1]]  # by what all ranks have
     if len(kinds) != 1 or not (scaled or (node.target in ADDITIVE and len(how) == len(given))):
         raise NotAlikeError("reads a share before all ranks' have been added up")
     return kinds.pop().of(graph.terms, _applied(graph, node, node.args, given))
@@ -182,7 +190,8 @@ def _made(graph: HasTerms, source: fx.Node, dim: int, rows: tuple[int, int]) -> 
     """Return the term of a constant that was made for a part, as made for the whole."""
     if not is_same_in_parts(source):
         raise NotAlikeError(f"takes {source.name} as a part, and it is whole")
-    return _applied(graph, source, resized(source, dim, *rows), {})
+    like = {one: how_divided(graph.terms, graph.term(one)) for one in source.all_input_nodes}
+    return _applied(graph, source, resized(source, dim, *rows), like)
 
 
 def _attention(graph: HasTerms, node: fx.Node, how: Mapping[fx.Node, HowDivided], given: Given) -> int:

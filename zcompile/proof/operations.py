@@ -19,13 +19,13 @@ from torch import fx
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.operators import is_known
 from zcompile.ir.ops import Chunked, chunked
-from zcompile.ir.placement import WHOLE, Divided, RowLoop
+from zcompile.ir.placement import WHOLE, RowLoop
 from zcompile.ir.region import Region, graph_text
-from zcompile.ir.row_axes import MixedRowsError, resized
-from zcompile.ir.rows import Placements, is_scaled
+from zcompile.ir.row_axes import MixedRowsError
+from zcompile.ir.rows import Placements, is_scaled, with_rows
 from zcompile.ir.shared_memory import root_of
 from zcompile.ir.side_effects import draws, is_opaque, is_random
-from zcompile.proof.divided import HowDivided, NotAlikeError, divided_result
+from zcompile.proof.divided import HowDivided, NotAlikeError, divided_result, how_divided
 from zcompile.proof.terms import DRAW, DRAWN_UNDER, FACTOR, ITEM, LIST, PAIR, PER, STATE, Terms
 from zcompile.torch_internals.operators import (
     HigherOrderOperator,
@@ -125,17 +125,6 @@ class GraphTerms:
                 raise UnknownOperationError(node, f"{node.name} draws by {operation}, which is no operation of torch's")
             return operation
         return node.target
-
-    def evaluate_as(self, node: fx.Node, args: Sequence[Any]) -> None:
-        """Evaluate an operation of a loop over rows with other arguments in place of its own."""
-        if node.target is operator.getitem:
-            self.values[node] = self._applied(ITEM, args, node.kwargs)
-        elif _is_plain(node.target) and node.target not in _BY_STRIDES:
-            self.values[node] = self._plain(node, args)
-        else:
-            raise UnknownOperationError(node, f"{node.name} calls {node.target}, which treats rows in no known way")
-        if is_opaque(node.target):
-            self.opaque.append((node, node.name, self.term(node)))
 
     def _plain(self, node: fx.Node, args: Sequence[Any]) -> int:
         if node.target in _SAME and not node.kwargs:
@@ -296,9 +285,7 @@ def _evaluated(region: Region, terms: Terms, how: Sequence[HowDivided | None]) -
     pairs = zip(how or [None] * len(leaves), leaves, strict=True)
     given = [one.of(terms, leaf) if one else leaf for one, leaf in pairs]
     if region.rows is not None:
-        if how:
-            raise UnknownOperationError(placeholders[0], "is a loop over rows of which each rank has a part")
-        looped, sent = rows_terms(region.graph, region.rows, leaves, terms)
+        looped, sent = rows_terms(region.graph, region.rows, given, terms)
         body = _varying({*leaves}, [*looped, *(term for _, term in sent)], terms)
         return RegionTerms(tuple(leaves), (), tuple(looped), (), tuple(sent), body)
     graph = GraphTerms(terms, region.modules, dict(zip(placeholders, given, strict=True)), _REGION_DRAW)
@@ -336,33 +323,31 @@ def rows_terms(
     Raises:
         UnknownOperationError: an operation mixes rows, or a result is neither joined nor added up.
     """
-    lifted = GraphTerms(terms, {}, dict(zip(graph.find_nodes(op="placeholder"), arguments, strict=True)))
     placed, results = Placements(loop.size), graph.output_node().args[0]
     results = results if isinstance(results, (list, tuple)) else [results]
     try:
         placed.place(graph, dict(zip(graph.find_nodes(op="placeholder"), loop.takes, strict=True)))
+        whole = with_rows(graph, loop.takes, loop.size, loop.rows)
     except MixedRowsError as error:
         raise UnknownOperationError(error.node, f"{error.node.name}: {error}") from error
-    operations = [node for node in graph.nodes if node.op == "call_function"]
+    like = dict(zip(graph.nodes, whole.nodes, strict=True))
+    lifted = GraphTerms(terms, {}, dict(zip(whole.find_nodes(op="placeholder"), arguments, strict=True)))
+    operations = [node for node in whole.nodes if node.op == "call_function"]
     (factor,) = [node for node in operations if node.name == loop.factor] or [None]
     if factor is not None and not _is_one(factor):
         raise UnknownOperationError(factor, f"{factor.name} is the factor, and not 1")
     for node in operations:
         if node is factor:
             lifted.values[node] = terms.make((FACTOR, *arguments))
-            continue
-        placement = placed.of.get(node)
-        dim = placement.dim if isinstance(placement, Divided) else None
-        try:
-            given = resized(node, dim, loop.size, loop.rows)
-        except MixedRowsError as error:
-            raise UnknownOperationError(node, f"{node.name}: {error}") from error
-        lifted.evaluate_as(node, given)
+        elif node.target in _BY_STRIDES or not (_is_plain(node.target) or node.target is operator.getitem):
+            raise UnknownOperationError(node, f"{node.name} calls {node.target}, which treats rows in no known way")
+        else:
+            lifted.evaluate(node)
     found = []
     for node, gives in zip(results, loop.gives, strict=True):
         if not isinstance(node, fx.Node) or gives is WHOLE or placed.of.get(node) != gives:
             raise UnknownOperationError(graph.output_node(), f"{node} is said to have its rows at {gives}")
-        found.append(_per_factor(lifted, operations, factor, node))
+        found.append(_per_factor(lifted, operations, factor, like[node]))
     return found, [(name, term) for _, name, term in lifted.opaque]
 
 
@@ -373,7 +358,9 @@ def _per_factor(lifted: GraphTerms, operations: Sequence[fx.Node], factor: fx.No
         return term
     if not is_scaled(operations, factor, [result]):
         raise UnknownOperationError(result, f"{result.name} is not linear in {factor.name}")
-    return terms.make((PER, leaf, term))
+    how, whole = how_divided(terms, term)
+    per = terms.make((PER, leaf, whole))
+    return how.of(terms, per) if how is not None else per
 
 
 def _is_one(node: fx.Node) -> bool:

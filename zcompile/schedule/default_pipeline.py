@@ -158,7 +158,7 @@ def pipeline(
     recompute = _recomputes(budget, [*passes, *last], fuses=partition == "min_cut", whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
     rest = (split, ASSIGN, *recompute, *passes, *_within(limit, kept), *last)
-    check_sequence(sequence, chunk)
+    check_sequence(sequence)
     first = [Pass("divide_sequence", divide_sequence)] if sequence is not None else []
     chosen = (*first, *_chunks(chunk, free, rest, whole=whole), *rest)
     return Pipeline(STAGES[stage], chosen, (facts.VOLUME_RIGHT, *goals))

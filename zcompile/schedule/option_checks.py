@@ -24,12 +24,10 @@ Sequencing = Literal["ulysses"] | None
 """How tokens are divided over the ranks of the mesh's dimension "sp"; None: not at all."""
 
 
-def check_sequence(sequence: object, chunk: object) -> None:
+def check_sequence(sequence: object) -> None:
     """Raise OptionError unless `sequence` is a known way to divide tokens, or None."""
     if sequence not in (None, "ulysses"):
         raise OptionError("sequence", f"has no value {sequence!r}", 'choose "ulysses", or leave it out')
-    if sequence is not None and chunk is not None:
-        raise OptionError("chunk", "cannot be combined with sequence=", "leave one of the two out")
 
 
 def check_chunk(chunk: object) -> None:

@@ -157,7 +157,7 @@ class Options:
         checkpoint_of(self.checkpoint)
         check_graphs(self.cuda_graphs)
         check_chunk(self.chunk)
-        check_sequence(self.sequence, self.chunk)
+        check_sequence(self.sequence)
         keeping = [option for option in ("cuda_graphs", "arenas") if getattr(self, option)]
         if self.memory_limit is not None and keeping:
             fix = "leave one of the two out: an arena has room for what is alive at most, and has it all the time"

@@ -1,0 +1,161 @@
+"""Values that are divided over the ranks of a group, as the checker reads them.
+
+    part 1 1 4 2 (t)      each of 2 ranks has 4 rows of `t` along dimension 1, which has one run of all rows
+    share 2 (t)           `t` is the sum over 2 ranks of such values
+
+Operations of parts are read as those of the rows of a loop are: see `zcompile.proof.checker_rows`. Operators of
+`ops.zcompile` change how a value is divided, and nothing else; so what is whole again has the term of the traced step.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from zcompile.proof.checker_rows import SUM, At, Loop, flat, literal_or_none
+from zcompile.proof.checker_texts import dotted
+from zcompile.proof.checker_values import TermTable, TermValue
+
+ADDITIVE = frozenset({"add", "clone", "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view"})
+"""Operations that give, of shares, shares of what they give of the sums."""
+How = tuple[int, ...]
+"""(ranks,) of a share; (dimension, runs of all rows, a rank's rows, ranks) of a part; () of what is whole."""
+
+
+def how_divided(terms: TermTable, term: int) -> tuple[How, int]:
+    """Return how a value is divided, and the term of the whole."""
+    kind, *numbers = terms.heads[term].split(" ")
+    is_divided = kind in ("part", "share") and len(numbers) == (4 if kind == "part" else 1)
+    return (tuple(map(int, numbers)), terms.args[term][0]) if is_divided else ((), term)
+
+
+def mean_over_ranks(terms: TermTable, term: int, ranks: int) -> int:
+    """Return the mean of a value over ranks: that of a share times their number is the sum."""
+    how, whole = how_divided(terms, term)
+    if how != (ranks,) or terms.heads[whole] != "aten.mul.Tensor":
+        return term
+    value, times = terms.args[whole]
+    return value if terms.heads[times] == f"int {ranks}" else term
+
+
+def divided_call(evaluation: Any, call: ast.Call) -> Any:
+    """Return the value of a call that divides a value, or takes divided ones; None of any other."""
+    if not (name := dotted(call.func)).startswith(("aten.", "ops.zcompile.")):
+        return None
+    found = {given: evaluation.scope.get(given) for given in map(dotted, flat(call))}
+    values = {given: value for given, value in found.items() if isinstance(value, TermValue)}
+    how = {given: how_divided(evaluation.terms, value.term)[0] for given, value in values.items()}
+    if not any(how.values()) and name.startswith("aten."):
+        return None
+    return _Divided(evaluation, values, how).value(call)
+
+
+class _Divided(Loop):
+    """A call of which each rank computes a part, as the only line of a loop whose turns are the ranks'."""
+
+    def __init__(self, evaluation: Any, values: dict[str, TermValue], how: dict[str, How]) -> None:
+        self.of, self.how, self.scaled = evaluation, how, set()
+        self.scope = {
+            name: evaluation._made(how_divided(evaluation.terms, evaluation._alive(value).term)[1])
+            for name, value in values.items()
+        }
+        parts = {one[2:] for one in how.values() if len(one) == 4}
+        self.ranks = next((one[-1] for one in how.values() if one), 0)
+        self.size, _ = next(iter(parts), (1, 1))
+        self.rows, self.alike = self.size * self.ranks, len(parts) <= 1
+        self.at: dict[str, Any] = {
+            name: one[:2] if len(one) == 4 else SUM if one else None for name, one in how.items()
+        }
+
+    def value(self, call: ast.Call) -> Any:
+        name = dotted(call.func)
+        packet, draws = name.split(".")[-2], len(self.of.effects["random draw"])
+        if name.startswith("ops.zcompile."):
+            return self._changed(packet, call)
+        found: Any = None
+        if "scaled_dot_product" in packet:
+            found = self._attention(packet, call)
+        elif SUM in self.at.values():
+            found = self._shares(packet, call)
+        elif self.alike:
+            at, lifted = self._placed(call)
+            found = self._computed(lifted, at)
+        else:
+            self._refuse("takes values of which ranks have different parts")
+        if len(self.of.effects["random draw"]) != draws:
+            self._refuse("draws numbers, others on each rank")
+        return found
+
+    def _whole(self, call: ast.Call) -> TermValue:
+        """Return the value of a call with whole values."""
+        outer, self.of.scope = self.of.scope, {**self.of.scope, **self.scope}
+        found: TermValue = self.of._call(call)
+        self.of.scope = outer
+        return found
+
+    def _computed(self, call: ast.Call, at: Any) -> Any:
+        whole = self._whole(call)
+        if type(at) is list:
+            return [self._as(place, self.of._item(whole, index)) for index, place in enumerate(at)]
+        return self._as(at, whole)
+
+    def _as(self, at: At, whole: TermValue) -> TermValue:
+        if at is None:
+            return whole
+        head = f"share {self.ranks}" if at == SUM else f"part {at[0]} {at[1]} {self.size} {self.ranks}"
+        made: TermValue = self.of._made(self.of.terms.make(head, whole.term))
+        return made
+
+    def _shares(self, packet: str, call: ast.Call) -> TermValue:
+        """Return a share of what an operation gives of sums, if it adds up."""
+        names = [dotted(node) for node in flat(call)]
+        shares = [name for name in names if self.at[name] == SUM]
+        scaled = packet == "mul" and shares == names[:1] and dotted(call.args[0]) == names[0]
+        if {one for one in self.how.values() if one} != {(self.ranks,)} or not (
+            scaled or (packet in ADDITIVE and shares == names)
+        ):
+            self._refuse("reads a share before all ranks' have been added up")
+        if scaled and len(names) == 1:  # by the number of ranks, which the traced step need not do
+            times = self.of._value(call.args[1])
+            return self._as(
+                SUM, self.of._made(self.of.terms.make("aten.mul.Tensor", self.scope[names[0]].term, times.term))
+            )
+        return self._as(SUM, self._whole(call))
+
+    def _attention(self, packet: str, call: ast.Call) -> list[TermValue]:
+        """Return the results of attention to all tokens, for some heads."""
+        names = [dotted(node) for node in flat(call)]
+        for place, name in enumerate(names):
+            shape, how = self._shape(name), self.how[name]
+            heads = how[:2] == (1, 1) and how[2:] == (shape[1] // self.ranks, self.ranks)
+            whole = not how and place >= (4 if "backward" in packet else 3) and (len(shape) < 3 or shape[1] == 1)
+            if not (heads and shape[1] % self.ranks == 0) and not whole:
+                self._refuse(f"takes {name} otherwise than by heads")
+        whole_value, results, index = self._whole(call), list[TermValue](), 0
+        while (item := self.of._item(whole_value, index)).term in self.of.terms.shapes:
+            shape = self.of.terms.shapes[item.term]
+            self.size = shape[1] // self.ranks if len(shape) > 2 else 0
+            results.append(self._as((1, 1) if len(shape) > 2 else None, item))
+            index += 1
+        return results
+
+    def _changed(self, packet: str, call: ast.Call) -> Any:
+        """Return a value that is divided otherwise."""
+        (name,), (_, *args) = (dotted(node) for node in flat(call)), [literal_or_none(node) for node in call.args]
+        how, whole = self.how[name], self.scope[name]
+        match packet, args:
+            case "shard", (int(dim), int(outer), int(ranks), *_) if not how:
+                length = self._shape(name)[dim]
+                if length % (outer * ranks) == 0:
+                    self.ranks, self.size = ranks, length // (outer * ranks)
+                    return self._as((dim, outer), whole)
+            case "all_gather", (int(dim), int(outer), int(ranks), *_) if how[:2] + how[3:] == (dim, outer, ranks):
+                return whole
+            case "all_reduce", (int(ranks), *_) if how == (ranks,):
+                return whole
+            case "all_to_all", (int(before), int(dim), int(ranks), *_) if how[:2] + how[3:] == (before, 1, ranks):
+                length = self._shape(name)[dim]
+                if dim != before and length % ranks == 0:
+                    self.size = length // ranks
+                    return self._as((dim, 1), whole)
+        return self._refuse(f"{packet} takes a value that is divided otherwise")
