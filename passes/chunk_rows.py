@@ -36,7 +36,7 @@ from zcompile.ir.program import Program
 from zcompile.ir.row_axes import MixedRowsError, is_same_in_parts, shape_of
 from zcompile.ir.rows import with_rows
 from zcompile.ir.tensor_type import TensorType, human_bytes
-from zcompile.passes.common.row_runs import Ahead, NoRunError, RowRun, ahead_of_backward
+from zcompile.passes.common.row_runs import Ahead, NoRunError, RowRun, ahead_of_backward, check_sizes
 
 _LEAST = 2
 """A run is worth a loop if its widest value has at least this many times the elements of what it takes or returns."""
@@ -73,10 +73,7 @@ def chunk_rows(
         OptionError: nothing in a training step is wide, or what is mixes rows, or the limit is too small, or a size is
             dynamic.
     """
-    inputs = [(node.name, data(node).type) for node in program.nodes(Input)]
-    if dynamic := [f"{name} {type_}" for name, type_ in inputs if type_ and any(dim.symbol for dim in type_.dims)]:
-        fix = "give torch.compile dynamic=False, for one program for each size, as zcompile.compile does by itself"
-        raise OptionError("chunk", f"wants sizes that are known, and has {dynamic[0]}", fix)
+    check_sizes(program, "chunk")
     if rows is not None:
         found = _in_chunks(program, rows)
         if not found.notes and program.has_backward and whole:

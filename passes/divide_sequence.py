@@ -46,6 +46,7 @@ from zcompile.ir.row_axes import (
 from zcompile.ir.rows import Placements
 from zcompile.ir.side_effects import is_collective, is_random
 from zcompile.ir.tensor_type import TensorType, human_bytes
+from zcompile.passes.common.row_runs import check_sizes
 from zcompile.torch_internals.sizes import FakeTensor
 
 aten = torch.ops.aten
@@ -74,6 +75,7 @@ def divide_sequence(program: Program) -> Program:
         raise OptionError("sequence", "divides tokens over ranks, and there is no axis for them", fix)
     if axis.size == 1:
         return program
+    check_sizes(program, "sequence")
     division = _Division(program, axis.size, axis.name)
     for node in program.graph.nodes:
         division.add(node)
@@ -93,7 +95,7 @@ class _Division:
         self.several: dict[fx.Node, tuple[Placement, ...]] = {}
         self.tokens: dict[fx.Node, Divided] = {}
         """Where values that are whole have their tokens, if they have."""
-        self.returned = {*program.results.outputs, *program.results.input_gradients}
+        self.returned: set[Any] = {*program.results.outputs, *program.results.input_gradients}
         self.trained: set[fx.Node] = set()
         """Parameters, and what is computed from them."""
 
@@ -107,15 +109,17 @@ class _Division:
             self.trained.add(node)
         if node.op != "call_function":
             self._give(node, self.graph.node_copy(node), WHOLE)
-            shape = shape_of(node)
-            if isinstance(op := data(node).op, Input) and op.kind is Kind.DATA and len(shape) > 1:
-                self.tokens |= {node: _TOKENS} if shape[1] % self.size == 0 else {}
+            op, shape = data(node).op, shape_of(node)
+            is_argument = isinstance(op, Input) and op.kind is Kind.DATA and op.held in ("", "?")
+            if is_argument and len(shape) > 1 and shape[1] % self.size == 0:
+                self.tokens[node] = _TOKENS
         elif isinstance(data(node).op, Item):
             self._item(node)
         elif node.target in _SAME:
             (source,) = node.all_input_nodes
             self.place[node], self.ways[node] = self.place[source], self.ways[source]
             self.tokens |= {node: self.tokens[source]} if source in self.tokens else {}
+            self._returned(node)
         else:
             self._operation(node)
 
@@ -212,6 +216,10 @@ class _Division:
 
     def _give(self, node: fx.Node, made: fx.Node, placement: Placement) -> None:
         self.place[node], self.ways[node] = placement, {placement: made}
+        self._returned(node)
+
+    def _returned(self, node: fx.Node) -> None:
+        """Let a value be whole if it is returned."""
         if node in self.returned:
             self._as(node, WHOLE, node)
 

@@ -286,6 +286,11 @@ def with_sequence(mesh: DeviceMesh | None, sequence: str | None) -> tuple[Device
     return flattened(mesh), mesh[SEQUENCE]
 
 
+def sequence_axes(sequence: DeviceMesh | None) -> list[Axis]:
+    """The axis over which tokens are divided, if there is one."""
+    return [] if sequence is None else [Axis(SEQUENCE, AxisKind.SEQUENCE, sequence.size())]
+
+
 def axes_of_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> tuple[Axis, ...]:
     """The axes of the data-parallel mesh, then that of the mesh over which tensor parallelism divides the model."""
     parts = 1 if tensor is None else tensor.size()

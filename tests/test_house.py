@@ -88,11 +88,11 @@ LINES = {
     "zcompile/state": 1_660,
     "zcompile/tools": 4_690,
     "zcompile/torch_internals": 1_660,
-    "passes": 5_350,
+    "passes": 5_360,
     "runtime": 8_810,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 53_500
+MOST_LINES = 53_550
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

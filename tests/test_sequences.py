@@ -84,6 +84,23 @@ def test_other_options_go_beside_a_divided_sequence(threads: Threads, name: str)
     assert threads.run(2, trained, 1, 2, BESIDE[name]) == ["", ""]
 
 
+def behind_torch_compile(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
+    model = gpt()
+    plain = copy.deepcopy(model)
+    backend = zcompile.backend(mesh=mesh, sequence="ulysses", stage=3, backend="eager")
+    compiled = torch.compile(model, backend=backend, dynamic=False, fullgraph=True)
+    for one in (compiled, plain):
+        one(*batch(0, 0)).backward()
+    torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-4, atol=1e-6)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_backend_divides_sequences(threads: Threads) -> None:
+    assert threads.run(2, behind_torch_compile) == ["", ""]
+
+
 @pytest.mark.slow
 def test_real_ranks_exchange_heads(ranks: Ranks) -> None:
     assert ranks.run(4, trained, 2, 2, {"stage": 3}) == [""] * 4

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack
 
 import torch
@@ -47,6 +47,8 @@ from zcompile.runtime.groups import (
     check_mesh,
     ranks_of,
     resolve_mesh,
+    sequence_axes,
+    with_sequence,
 )
 from zcompile.runtime.shards import UnitShards
 from zcompile.schedule.option_checks import AUTO, check_dimensions
@@ -78,13 +80,13 @@ class Backend(Reported):
 
     __name__ = "zcompile"
 
-    def __init__(self, options: Options, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, options: Options, mesh: DeviceMesh | None = None, sequence: DeviceMesh | None = None) -> None:
         if options.cuda_graphs == "step":
             fix = "give cuda_graphs=True, or call zcompile.train_step(model, ...)"
             raise OptionError(
                 "cuda_graphs", "'step' captures the optimizer's step, too, which torch.compile never sees", fix
             )
-        self.options, self.mesh = options, mesh
+        self.options, self.mesh, self.sequence = options, mesh, sequence
         self._known: dict[int, _Known] = {}
         self._engine: Engine | None = None
         self._stepping: weakref.ref[Optimizer] | None = None
@@ -201,8 +203,10 @@ class Backend(Reported):
             data = data_ranks(mesh, device, self.options)
             check_dimensions(self.options.shard, self.options.outer_dtype, data.mesh.ndim)
         agreement = Agreement(data)
-        ranks = ModelRanks(data, agreement, agreement, None)
-        runtime = ModelRuntime(_empty_layout(data.mesh, self.options), ranks, self.options)
+        ranks = ModelRanks(data, agreement, agreement, None, sequence=self.sequence)
+        layout = _empty_layout(data.mesh, self.options)
+        layout = replace(layout, axes=(*layout.axes, *sequence_axes(self.sequence)))
+        runtime = ModelRuntime(layout, ranks, self.options)
         runtime.remarks += remarks
         engine = Engine(runtime)
         watch_optimizers(self, engine.runtime, {})
@@ -413,9 +417,10 @@ def backend(
     given = {**locals(), **options}
     check_known(options, _NAMES, "zcompile.backend")
     parsed = Options.among(given)
+    mesh, sequence = with_sequence(mesh, parsed.sequence)
     if mesh is not None:
         check_mesh(mesh)
-    return Backend(parsed, mesh)
+    return Backend(parsed, mesh, sequence)
 
 
 _NAMES = names_of(backend, BackendOptions)

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from zcompile.errors import OptionError
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import Compute, Input, Item, Kind, Results, called
 from zcompile.ir.placement import Divided
@@ -29,6 +30,14 @@ class NoRunError(Exception):
     def __init__(self, node: fx.Node, problem: str, fix: str = "leave it out") -> None:
         super().__init__(problem)
         self.node, self.fix = node, fix
+
+
+def check_sizes(program: Program, option: str) -> None:
+    """Raise OptionError for a program of batches whose sizes vary, with which `option` cannot deal."""
+    inputs = [(node.name, data(node).type) for node in program.nodes(Input)]
+    if dynamic := [f"{name} {type_}" for name, type_ in inputs if type_ and any(dim.symbol for dim in type_.dims)]:
+        fix = "give torch.compile dynamic=False, for one program for each size, as zcompile.compile does by itself"
+        raise OptionError(option, f"wants sizes that are known, and has {dynamic[0]}", fix)
 
 
 _RETURNED = "let the model return the loss alone, or give zcompile.train_step a loss_fn that does"

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zcompile.engine.calibration import measure
 from zcompile.engine.model_runtime import ModelRanks
 from zcompile.errors import ModelError, OptionError
-from zcompile.ir.axis import Axis, AxisKind
+from zcompile.ir.axis import Axis
 from zcompile.ir.layout import STAGES, Hybrid, Layout
 from zcompile.model.sharding import check_kinds
 from zcompile.model.tensor_parallel import model_parallel
@@ -24,7 +24,6 @@ from zcompile.model.units import UnitChoice, make_layout, match_called
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.device import free_bytes
 from zcompile.runtime.groups import (
-    SEQUENCE,
     Communicator,
     as_one,
     axes_of_mesh,
@@ -32,6 +31,7 @@ from zcompile.runtime.groups import (
     default_device,
     repeats_outside,
     resolve_mesh,
+    sequence_axes,
     with_sequence,
 )
 from zcompile.runtime.tensors.placement import ModelParallel
@@ -102,12 +102,9 @@ class ShardingPlan:
 
     def _layout_over(self, mesh: DeviceMesh, options: Options, parallel: ModelParallel | None) -> Layout:
         axes = axes_of_mesh(mesh, None if parallel is None else parallel.mesh)
-        if self.sequence is not None:
-            if parallel is not None:
-                fix = "leave one of the two out"
-                raise OptionError("sequence", "cannot be combined with tensor parallelism", fix)
-            axes = (*axes, Axis(SEQUENCE, AxisKind.SEQUENCE, self.sequence.size()))
-        return layout_of(self.model, axes, options, self._parts)
+        if self.sequence is not None and parallel is not None:
+            raise OptionError("sequence", "cannot be combined with tensor parallelism", "leave one of the two out")
+        return layout_of(self.model, (*axes, *sequence_axes(self.sequence)), options, self._parts)
 
     def _settled(self, asked: Options) -> tuple[Options, list[str]]:
         """See `choose_shard`."""
