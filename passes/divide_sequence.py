@@ -32,10 +32,10 @@ from zcompile.ir.placement import PARTIAL, WHOLE, Divided, Placement
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.row_axes import (
-    ADDITIVE,
     MixedRowsError,
     attended,
     gives_several,
+    is_additive,
     is_attention,
     is_same_in_parts,
     operators,
@@ -140,7 +140,7 @@ class _Division:
         partial = [source for source in sources if self.place[source] is PARTIAL]
         if node in self.trained and not given:  # the first that reads parameters and tokens
             given = {source: self.tokens[source] for source in sources if source in self.tokens}
-        if partial and len(partial) == len(sources) and node.target in ADDITIVE:
+        if partial and len(partial) == len(sources) and is_additive(node):
             self._made(node, dict.fromkeys(sources, PARTIAL), [PARTIAL])
         elif is_attention(node) and given:
             self._attention(node, sources)

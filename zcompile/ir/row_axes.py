@@ -347,8 +347,15 @@ _SHAPES: Mapping[Any, int] = {
 """Where the shape of the result stands among arguments."""
 
 
-ADDITIVE = VIEWS | operators("t transpose.int permute clone add.Tensor")
-"""Operations that give, of parts that add up, parts that add up to what they give of the sum."""
+_ADDITIVE = VIEWS | operators("t transpose.int permute clone add.Tensor")
+
+
+def is_additive(node: fx.Node) -> bool:
+    """Return True for an operation that gives, of shares of sums, shares of what it gives of the sums.
+
+    A number is no share: each rank would add it.
+    """
+    return node.target in _ADDITIVE and (node.target is not aten.add.Tensor or isinstance(node.args[1], fx.Node))
 
 
 def is_attention(node: fx.Node) -> bool:

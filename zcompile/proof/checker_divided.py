@@ -110,10 +110,9 @@ class _Divided(Loop):
         """Return a share of what an operation gives of sums, if it adds up."""
         names = [dotted(node) for node in flat(call)]
         shares = [name for name in names if self.at[name] == SUM]
+        adds = packet in ADDITIVE and shares == names and len(names) == 1 + (packet == "add")
         scaled = packet == "mul" and shares == names[:1] and dotted(call.args[0]) == names[0]
-        if {one for one in self.how.values() if one} != {(self.ranks,)} or not (
-            scaled or (packet in ADDITIVE and shares == names)
-        ):
+        if {one for one in self.how.values() if one} != {(self.ranks,)} or not (scaled or adds):
             self._refuse("reads a share before all ranks' have been added up")
         if scaled and len(names) == 1:  # by the number of ranks, which the traced step need not do
             times = self.of._value(call.args[1])

@@ -19,10 +19,10 @@ from torch import fx
 
 from zcompile.ir.placement import PARTIAL, WHOLE, Divided, Placement
 from zcompile.ir.row_axes import (
-    ADDITIVE,
     MixedRowsError,
     attended,
     gives_several,
+    is_additive,
     is_attention,
     is_same_in_parts,
     resized,
@@ -152,7 +152,7 @@ def _shared(graph: HasTerms, node: fx.Node, how: Mapping[fx.Node, HowDivided], g
     """Return the term of an operation on shares of sums: of their sums it gives the sum of what it gives of them."""
     kinds = {*how.values()}
     scaled = node.target is _PRODUCT and [*how] == [node.args[0]] != [node.args[1]]  # by what all ranks have
-    if len(kinds) != 1 or not (scaled or (node.target in ADDITIVE and len(how) == len(given))):
+    if len(kinds) != 1 or not (scaled or (is_additive(node) and len(how) == len(given))):
         raise NotAlikeError("reads a share before all ranks' have been added up")
     return kinds.pop().of(graph.terms, _applied(graph, node, node.args, given))
 
