@@ -353,6 +353,7 @@ CHANGES = [
     (r"(\w+) = ops\.zcompile\.all_reduce\.default\((\w+), 2, 'sp'\)", r"\1 = aten.neg.default(\2)"),
     (r"aten\.mul\.Tensor\((\w+), 2\)", r"aten.mul.Tensor(\1, 3)"),
     (r"aten\.mul\.Tensor\((\w+), 2\)", r"aten.clone.default(\1)"),
+    (r"(ops\.zcompile\.\w+\.default\(.*)'sp'\)", r"\1'dp')"),
 ]
 
 

@@ -142,6 +142,9 @@ class _Divided(Loop):
         """Return a value that is divided otherwise."""
         (name,), (_, *args) = (dotted(node) for node in flat(call)), [literal_or_none(node) for node in call.args]
         how, whole = self.how[name], self.scope[name]
+        size = next((one for one in reversed(args) if type(one) is int), 0)
+        if (size, args[-1]) != (self.of.ranks, self.of.group_of):
+            self._refuse("divides a value over other ranks than those of the sequence axis")
         match packet, args:
             case "shard", (int(dim), int(outer), int(ranks), *_) if not how:
                 length = self._shape(name)[dim]

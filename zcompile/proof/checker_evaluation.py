@@ -126,7 +126,10 @@ class Evaluation:
         capture = files[CAPTURE]
         bodies = (statement for statement in capture.body if isinstance(statement, ast.Assign))
         said = {ast.unparse(statement.targets[0]): ast.literal_eval(statement.value) for statement in bodies}
-        self.ranks = next((int(axis[9:]) for axis in said.get("axes", {}).values() if axis.startswith("sequence ")), 0)
+        kinds: dict[str, str] = said.get("axes", {})
+        found = ((name, axis) for name, axis in kinds.items() if axis.startswith("sequence "))
+        self.group_of, ranks = next(found, ("", "sequence 0"))
+        self.ranks = int(ranks.split(" ")[1].rstrip(","))
         """The number of ranks that divide the tokens of a batch."""
         if lacking := {"axes", "units"} - said.keys():
             raise ProofError(f"{capture.name} line 1", f"does not say what the {min(lacking)} are", FIX)

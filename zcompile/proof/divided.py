@@ -200,6 +200,8 @@ def _attention(graph: HasTerms, node: fx.Node, how: Mapping[fx.Node, HowDivided]
     for source in given:
         found, shape = how.get(source), shape_of(source)
         whole = found is None and source not in attended(node) and (len(shape) < 3 or shape[1] == 1)
+        if len(shape) == 3 and "backward" not in str(node.target):  # a mask, whose heads are along another dimension
+            raise NotAlikeError(f"takes {source.name}, a mask of three dimensions")
         if not whole and (found is None or (found.dim, found.outer, found.rows) != (1, 1, shape[1])):
             raise NotAlikeError(f"takes {source.name} otherwise than by heads")
     if len(sizes) != 1:
