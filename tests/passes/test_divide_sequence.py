@@ -310,6 +310,40 @@ def test_no_mutant_is_accepted_that_computes_something_else(name: str) -> None:
     assert refused > 0.6 * len(every) > 10
 
 
+@pytest.mark.parametrize(("old", "new"), [(2, 4), ("sp", "dp_sp")])
+@pytest.mark.parametrize("divide", [divide_sequence, zcompile.pipeline(stage=3, sequence="ulysses").run])
+def test_values_divided_over_other_ranks_are_refused(
+    divide: Callable[[Program], Program], old: int | str, new: int | str
+) -> None:
+    program = traced(MODELS["gpt"](), 2)
+    divided, refused = divide(program), 0
+    for graph in (divided.graph, *(region.graph for region in divided.regions.values())):
+        for node in graph.nodes:
+            if str(node.target).startswith("zcompile"):
+                args, at = node.args, max(at for at, arg in enumerate(node.args) if arg == old)
+                node.args = (*args[:at], new, *args[at + 1 :])
+                with pytest.raises(ProgramError):
+                    verify(divided, (computes(program),), "here")
+                node.args = args
+                refused += 1
+    verify(divided, (computes(program),), "here")
+    assert refused > 10
+
+
+def test_a_mask_of_three_dimensions_is_refused() -> None:
+    """Whose heads are along another dimension than those of the other values."""
+    program = traced(MODELS["masked"](), 2)
+    divided = divide_sequence(program)
+    attention = next(node for node in divided.graph.nodes if "attention" in str(node.target))
+    mask = attention.kwargs["attn_mask"]
+    with divided.graph.inserting_before(attention):
+        heads = divided.graph.call_function(torch.ops.aten.squeeze.dim, (mask, 1))
+    heads.meta = mask.meta | {"val": mask.meta["val"].squeeze(1)}
+    attention.update_kwarg("attn_mask", heads)
+    with pytest.raises(ProgramError, match="takes squeeze_dim, a mask of three dimensions"):
+        verify(divided, (computes(program),), "here")
+
+
 @pytest.mark.parametrize(
     ("model", "args", "problem"),
     [
@@ -354,6 +388,7 @@ CHANGES = [
     (r"aten\.mul\.Tensor\((\w+), 2\)", r"aten.mul.Tensor(\1, 3)"),
     (r"aten\.mul\.Tensor\((\w+), 2\)", r"aten.clone.default(\1)"),
     (r"(ops\.zcompile\.\w+\.default\(.*)'sp'\)", r"\1'dp')"),
+    (r"(ops\.zcompile\.\w+\.default\(.*) 2,( \[.*\],)? 'sp'\)", r"\1 4,\2 'sp')"),
 ]
 
 

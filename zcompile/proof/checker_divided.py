@@ -128,7 +128,8 @@ class _Divided(Loop):
             shape, how = self._shape(name), self.how[name]
             heads = how[:2] == (1, 1) and how[2:] == (shape[1] // self.ranks, self.ranks)
             whole = not how and place >= (4 if "backward" in packet else 3) and (len(shape) < 3 or shape[1] == 1)
-            if not (heads and shape[1] % self.ranks == 0) and not whole:
+            mask = len(shape) == 3 and "backward" not in packet  # one whose heads are along another dimension
+            if mask or (not (heads and shape[1] % self.ranks == 0) and not whole):
                 self._refuse(f"takes {name} otherwise than by heads")
         whole_value, results, index = self._whole(call), list[TermValue](), 0
         while (item := self.of._item(whole_value, index)).term in self.of.terms.shapes:

@@ -131,6 +131,7 @@ class ExpectedValues:
         if step.draws != drawn:
             yield Violation(None, f"{step.draws} random draws; {of} has {drawn}")
         yield from self._effects(step)
+        yield from self._other_groups(program)
 
     @property
     def _received(self) -> Mapping[str, int]:
@@ -149,6 +150,17 @@ class ExpectedValues:
     def _effects(self, step: StepTerms) -> Iterator[Violation]:
         """Yield effects other than results that differ from the traced step."""
         raise NotImplementedError
+
+    def _other_groups(self, program: Program) -> Iterator[Violation]:
+        """Yield operations that divide a value over other ranks than those that are given the same inputs."""
+        sequence = self.layout.sequence
+        wanted = f"{sequence.size} of {sequence.name!r}" if sequence else "none"
+        for graph in (program.graph, *(region.graph for region in program.regions.values())):
+            for node in graph.nodes:
+                if is_collective(node) and node.target.namespace == "zcompile":
+                    *_, size = (None, *(arg for arg in node.args if isinstance(arg, int)))
+                    if (ranks := f"{size} of {node.args[-1]!r}") != wanted:
+                        yield Violation(node, f"{node.name} divides a value over ranks {ranks}; want {wanted}")
 
     def _inside(self, param: Param, gradient: int) -> int:
         """Return the term of a gradient averaged over the sharding ranks."""
