@@ -1,14 +1,14 @@
-"""Print the programs that the documentation shows: `python -m docs.printed`. A test sees that they are what is printed.
+"""Write the programs that the documentation shows: `python -m docs.printed`. A test checks that they are up to date.
 
-stages.md is written as a whole. Elsewhere a comment says what the block below it shows, in this repository's words:
+stages.md is written as a whole. In other pages, a comment determines the block below it:
 
-    <!-- printed: layers=2 stage=3 phase=forward -->             a function, as it is printed
+    <!-- printed: layers=2 stage=3 phase=forward -->             the printed function
     <!-- printed: layers=4 stage=3 phase=backward body -->       without the unboxing of its arguments
-    <!-- printed: layers=4 stage=3 phase=forward replicas=2 -->  of a mesh with so many ranks along its outer dimension
-    <!-- printed: layers=4 stage=3 phase=forward replicas=2 shard=hpz -->  and which divides that
-    <!-- printed: layers=4 stage=3 phase=backward last=6 own --> its last lines, with the pass of examples/own_pass.py
-    <!-- proven: layers=4 stage=3 -->                            what `zcompile prove` says of its dump
-    <!-- proven: layers=4 stage=3 file=backward.py old=a new=b --> and of one in which `a` is `b`, once, in a file
+    <!-- printed: layers=4 stage=3 phase=forward replicas=2 -->  on a mesh with 2 ranks along its outer dimension
+    <!-- printed: layers=4 stage=3 phase=forward replicas=2 shard=hpz -->  and with this `shard=`
+    <!-- printed: layers=4 stage=3 phase=backward last=6 own --> its last 6 lines, with the pass of examples/own_pass.py
+    <!-- proven: layers=4 stage=3 -->                            the output of `zcompile prove` for its dump
+    <!-- proven: layers=4 stage=3 file=backward.py old=a new=b --> the same, with the first `a` replaced by `b`
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from zcompile.tools.tracing import trace
 
 ROOT = Path(__file__).parent.parent
 STAGES_PAGE = ROOT / "docs" / "stages.md"
-PAGES = ("index.md", "programs.md", "passes.md", "proof.md", "training.md")
+PAGES = ("index.md", "programs.md", "passes.md", "proof.md", "several_machines.md")
 WITH_BLOCKS = [ROOT / "README.md", *(ROOT / "docs" / page for page in PAGES)]
 WORLD, PREFETCH = 4, 1
 COLUMNS = {"stage 0": 0, "stages 1 and 2": 2, "stage 3": 3}
@@ -54,16 +54,17 @@ _CALLS = re.compile(r"= region_\d+\(")
 
 INTRODUCTION = f"""# The stages side by side
 
-What ZeRO's stages do, as the programs that run: four linear layers, {WORLD} ranks, `prefetch={PREFETCH}`, printed by
-`python -m docs.printed` and aligned at their regions. The regions are the same in all stages, and so are the numbers;
-what differs are the lines between. Behind a line stand the bytes of the values that it makes or drops; what a reduction
-was given lives on until it is waited for. Stages 1 and 2 are one program: they differ under `no_sync`, where stage 1
-holds full gradients back. [How ZeRO looks as a program](programs.md) explains the lines.
+This page shows the programs of ZeRO's stages, line by line: four linear layers, {WORLD} ranks, `prefetch={PREFETCH}`,
+printed by `python -m docs.printed`. Calls of the same region are in the same row. The regions and the results are the
+same in all stages; only the lines between the regions differ. Each line is followed by the bytes that it allocates or
+frees. The arguments of a reduction are freed when it has been waited for. Stages 1 and 2 have the same program; they
+differ under `no_sync`, where stage 1 holds back full gradients. [How ZeRO looks as a program](programs.md) explains the
+lines.
 """
 
 
 class Ranks(NamedTuple):
-    """How many there are, how many of them along an outer dimension, and what that divides."""
+    """The number of ranks, the number of them along an outer dimension, and what that dimension divides."""
 
     world: int = WORLD
     replicas: int = 1
@@ -75,7 +76,7 @@ FEW = Ranks()
 
 @cache
 def journal_of(layers: int, stage: int, ranks: Ranks = FEW, *, own: bool = False) -> Journal:
-    """What the passes make of the example's model, as torch.compile's own compiler gets it."""
+    """The journal of all passes on the example's model, traced on meta."""
     with torch.device("meta"):
         model, x = Net(layers), torch.empty(8, 64)
     traced, journal = trace(model, (x,)), Journal()
@@ -92,10 +93,10 @@ def program_of(layers: int, stage: int, ranks: Ranks = FEW, *, own: bool = False
 
 
 def with_blocks(text: str) -> str:
-    """The text of a page with every block as it is printed now.
+    """The text of a page with every block up to date.
 
     Raises:
-        ValueError: a comment does not stand right above a block.
+        ValueError: a comment is not right above a block.
     """
     if len(_BLOCK.findall(text)) != text.count("<!-- printed: ") + text.count("<!-- proven: "):
         raise ValueError("a comment of what is printed is not right above a block")
@@ -147,17 +148,18 @@ NODES, RANKS = 2, 4
 LEVELS = f"""
 ## Two levels
 
-The same layers on {NODES} nodes of {RANKS} ranks, on a mesh `("replicate", "shard")` with each
-[`shard=`](training.md#hybrid-sharding), in bytes: what a rank keeps from step to step, two moments of an optimizer and
-copies that stages 1 and 2 keep included; what it keeps beside from the forward to the backward; and what it sends in a
-step to ranks of its own node and of the other one. As one dimension a rank sends every other the same, as exchanges on
-gloo do. Ψ: {{psi}} bytes of parameters; N: the ranks; S: those of a node; R: the nodes.
+The same layers on {NODES} nodes of {RANKS} ranks, on a mesh `("replicate", "shard")`, for each
+[`shard=`](several_machines.md), in bytes. "Kept" is what a rank keeps from step to step:
+shards, two optimizer moments, and the full copies of stages 1 and 2. "Until the backward" is kept in addition from the
+forward to the backward. "Inside" is sent in a step to ranks of the same node, "across" to the other node. "Flat" is one
+dimension of all ranks, where a rank sends the same to every other rank, as exchanges on gloo do. Ψ: {{psi}} bytes of
+parameters; N: number of ranks; S: ranks of a node; R: number of nodes.
 
 """
 
 
 def _two_levels() -> str:
-    """A table of what each way to shard keeps and sends, and the formulas."""
+    """A table of the bytes that each `shard=` keeps and sends, with formulas."""
     headings = ("`shard=`", "stage", "kept", "until the backward", "inside", "across", "across, at most")
     rows = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
     world, psi = NODES * RANKS, sum(param.nbytes for param in program_of(4, 3).layout.params)
@@ -183,15 +185,16 @@ STEPS = (2, 2, 4)
 PIPELINES = """
 ## In a pipeline
 
-The same layers on {} pipeline stages of {} data-parallel ranks each, with {} micro-batches and [1F1B](pipelines.md):
-what the program of the first rank does in a step. Gathers and reductions are of a unit; "sent" are bytes to ranks that
-have the same units, "ahead" to the next stage; "held" is the most beside shards and optimizer state, as predicted.
+The same layers on {} pipeline stages of {} data-parallel ranks each, with {} micro-batches and [1F1B](pipelines.md).
+The table describes one step of the first rank. Each gather or reduction is for one unit. "Sent" is bytes sent to ranks
+with the same units, and "ahead" is bytes sent to the next pipeline stage. "Held" is the predicted peak of bytes without
+shards and optimizer state.
 
 """
 
 
 def _in_pipelines() -> str:
-    """A table of what each stage costs in a pipeline."""
+    """A table of the costs of each stage in a pipeline."""
     pipeline, data, microbatches = STEPS
     headings = ("stage", "gathers", "reductions", "sent", "ahead", "held")
     rows = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
@@ -212,7 +215,7 @@ def _in_pipelines() -> str:
 
 
 def _statements(program: Program) -> Iterator[str]:
-    """The lines of a function's body, each with the bytes that it gains."""
+    """The lines of a function's body, each with the bytes that it allocates or frees."""
     texts = [text for text, _ in lines_with_nodes(program)]
     body = texts[next(i for i, text in enumerate(texts) if ") = unbox(box)" in text) + 1 :]
     statement, gained = "", ""
@@ -226,7 +229,7 @@ def _statements(program: Program) -> Iterator[str]:
 
 
 def _table(names: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
-    """Columns beside each other, the calls of regions in one row, and so what is like each other between them."""
+    """A table with calls of the same region in the same row, and similar lines between them, too."""
     rows = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
     for runs in itertools.zip_longest(*map(_between_calls, columns), fillvalue=[]):
         rows += ["| " + " | ".join(row) + " |" for row in _aligned(runs)]
@@ -234,7 +237,7 @@ def _table(names: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
 
 
 def _aligned(runs: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Rows of cells, lines that do the same beside each other; what only some have is empty elsewhere."""
+    """Rows of cells: similar lines in the same row, empty cells where a column has no such line."""
     rows: list[list[str]] = []
     for column, run in enumerate(runs):
         known = [next(_does(cell) for cell in row if cell) for row in rows]
@@ -252,13 +255,13 @@ def _aligned(runs: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def _does(line: str) -> str:
-    """What a line does, but for how the stage does it."""
+    """A key of a line, the same in all stages."""
     made, _, rest = line.strip("`").partition(" = ")
     return "region" if _CALLS.search(line) else made if rest else made.split()[0]
 
 
 def _between_calls(lines: Sequence[str]) -> Iterator[list[str]]:
-    """The lines in runs, each but the last of which ends with the call of a region."""
+    """Runs of lines. Each run except the last ends with the call of a region."""
     run: list[str] = []
     for line in lines:
         run.append(line)
@@ -269,7 +272,7 @@ def _between_calls(lines: Sequence[str]) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    """Write them."""
+    """Write the pages."""
     STAGES_PAGE.write_text(stages_page())
     for path in WITH_BLOCKS:
         path.write_text(with_blocks(path.read_text()))

@@ -1,4 +1,4 @@
-"""Take pictures of the pages that people look at; `make browser` installs what it wants.
+"""Take pictures of the pages that zcompile writes; `make browser` installs what this needs.
 
 python docs/screenshots.py             those that the documentation shows, into docs/images
 python docs/screenshots.py FOLDER      a report, a plan and every page of site/ (`make docs`), as a desktop and a phone
@@ -7,37 +7,40 @@ python docs/screenshots.py FOLDER      a report, a plan and every page of site/ 
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from playwright.sync_api import sync_playwright
-
-from zcompile.cost.hardware import load_profile
-from zcompile.report.plan_page import write_plan_page
-from zcompile.report.program_page import write_page
-from zcompile.schedule.options import Options
-from zcompile.tools.inspection import of_subject
-from zcompile.tools.named_models import subject_of
-from zcompile.tools.planner import plan
 
 ROOT = Path(__file__).parent.parent
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 SCREENS = {"desktop": (1280, 1000), "phone": (390, 844)}
 SCHEMES = ("light", "dark")
-MEMORY = "13 GB"
-"""A limit between the plan's choices."""
-SHOWN = {
-    "report": ("report", "desktop", "light", "h1"),
-    "report-phone": ("report", "phone", "dark", ".timeline"),
-    "plan": ("plan", "desktop", "light", "h1"),
+GALLERY = ROOT / "docs" / "gallery.md"
+PAGES = {
+    "report": "report/report.html",
+    "no-prefetch": "no-prefetch/report.html",
+    "pipeline": "pipeline/rank_0/report.html",
+    "plan": "plan.html",
 }
-"""The pictures of the documentation: the page, the screen and the scheme of each, and what is at the top."""
+SHOWN = {
+    "report": ("report", "desktop", "light", "h1", False),
+    "report-phone": ("report", "phone", "dark", ".timeline", False),
+    "plan": ("plan", "desktop", "light", "h1", False),
+    "no-prefetch": ("no-prefetch", "desktop", "light", ".timeline", True),
+    "prefetch": ("report", "desktop", "light", ".timeline", True),
+    "stages": ("plan", "desktop", "light", ".choices", True),
+    "pipeline": ("pipeline", "desktop", "light", ".timeline", True),
+}
+"""The pictures of the documentation: the page, the screen and the scheme of each, what is at the top, and whether that
+is all."""
 
 
 def main() -> None:
@@ -52,8 +55,8 @@ def main() -> None:
         browser = started.chromium.launch(executable_path=chromium, args=FLAGS)
         pages = written(Path(folder))
         if given is None:
-            for name, (page, screen, scheme, top) in SHOWN.items():
-                take(browser, pages[page], target / f"{name}.png", screen, scheme, top)
+            for name, (page, screen, scheme, *what) in SHOWN.items():
+                take(browser, pages[page], target / f"{name}.png", screen, scheme, *what)
             return
         pages |= {f"site-{path.stem}": path for path in sorted((ROOT / "site").glob("[!_]*.html"))}
         wide = list(all_of(browser, pages, target))
@@ -62,16 +65,10 @@ def main() -> None:
 
 
 def written(folder: Path) -> dict[str, Path]:
-    """A report and a plan, in files."""
-    hardware = load_profile("h100")
-    subject = subject_of("llama:8x1024", batch=4, sequence=512)
-    options = Options(stage=3, prefetch=2, dtype=torch.bfloat16)
-    (journal,) = of_subject(subject, options, world=8, hardware=hardware).journals
-    report = write_page(folder / "report.html", subject.name, [journal], hardware)
-    subject = subject_of("gpt:24x1536", batch=8, sequence=1024)
-    few: dict[str, Any] = {"worlds": [8], "prefetches": [0, 2], "dtypes": [torch.bfloat16]}
-    made = plan(subject.model, subject.args, hardware="a100", memory_limit=MEMORY, **few)
-    return {"report": report, "plan": write_plan_page(folder / "plan.html", replace(made, model=subject.name))}
+    """Run the commands of the gallery, and return their pages."""
+    for command in re.findall(r"^zcompile .*$", GALLERY.read_text(), re.MULTILINE):
+        subprocess.run([Path(sys.executable).with_name("zcompile"), *shlex.split(command)[1:]], cwd=folder, check=True)
+    return {name: folder / page for name, page in PAGES.items()}
 
 
 def all_of(browser: Any, pages: dict[str, Path], target: Path) -> Iterator[str]:
@@ -83,15 +80,22 @@ def all_of(browser: Any, pages: dict[str, Path], target: Path) -> Iterator[str]:
                     yield f"{name} on a {screen}"
 
 
-def take(browser: Any, page: Path, picture: Path, screen: str, scheme: str, top: str = "") -> bool:
-    """Take a picture, of a screen from `top` on or of the whole page; True if the page scrolls sideways."""
+def take(browser: Any, page: Path, picture: Path, screen: str, scheme: str, top: str = "", alone: bool = False) -> bool:
+    """Take a picture of a screen from `top` on, of `top` alone, or of the whole page.
+
+    Returns:
+        True if the page scrolls sideways.
+    """
     width, height = SCREENS[screen]
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     opened = context.new_page()
     opened.goto(f"file://{page}")
-    if top:
-        opened.locator(top).first.evaluate("one => one.scrollIntoView()")
-    opened.screenshot(path=picture, full_page=not top)
+    if alone:
+        opened.locator(top).first.screenshot(path=picture)
+    else:
+        if top:
+            opened.locator(top).first.evaluate("one => one.scrollIntoView()")
+        opened.screenshot(path=picture, full_page=not top)
     is_wide = opened.evaluate("document.documentElement.scrollWidth > window.innerWidth")
     context.close()
     return bool(is_wide)

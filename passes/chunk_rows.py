@@ -349,7 +349,7 @@ class _Body:
         for node in results:
             placement = of[node]
             if placement is WHOLE or (isinstance(placement, Divided) and not node.meta["val"].is_contiguous()):
-                raise NoRunError(node, "is no result that rows are joined to, or add up to")
+                raise NoRunError(node, "is not a result that rows are joined to, or add up to")
         set_data(self.graph.output(tuple(self.inside[node] for node in results)), Data(Results()))
         takes = tuple(of.get(node, WHOLE) for node in self.reads)
         factor = self.inside[self.factor].name if self.factor in self.inside else ""

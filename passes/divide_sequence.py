@@ -72,7 +72,7 @@ def divide_sequence(program: Program) -> Program:
     axis = program.layout.sequence
     if axis is None:
         fix = 'give a mesh with a dimension "sp": init_device_mesh(kind, (data, ranks), mesh_dim_names=("dp", "sp"))'
-        raise OptionError("sequence", "divides tokens over ranks, and there is no axis for them", fix)
+        raise OptionError("sequence", "divides tokens over ranks, but the mesh has no axis for them", fix)
     if axis.size == 1:
         return program
     check_sizes(program, "sequence")

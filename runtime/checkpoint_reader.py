@@ -54,7 +54,7 @@ def _metadata(path: Path, listed: Collection[str] | None) -> Metadata:
         raise StateError(str(path), f"cannot be read: {type(error).__name__}: {error}", _FIX) from error
     for file_name in sorted(files):
         if file_name.is_absolute() or ".." in file_name.parts:
-            raise StateError(str(path), f"names '{file_name}', which does not lie in its folder", _FIX)
+            raise StateError(str(path), f"names '{file_name}', which is not in its folder", _FIX)
         if listed is not None and str(file_name) not in listed:
             raise StateError(str(path.with_name(str(file_name))), "is not listed in the checkpoint's manifest", _FIX)
     if not isinstance(metadata, Metadata):

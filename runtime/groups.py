@@ -171,7 +171,7 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     try:
         return backend_name(group, device)
     except RuntimeError as error:
-        fix = f"initialise one for it, or move the model to the group's device before compiling ({error})"
+        fix = f"initialize one for it, or move the model to the group's device before compiling ({error})"
         raise GroupError("process group", f"has no backend for the model's device {device}", fix) from error
 
 
@@ -209,7 +209,7 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device, tensor: DeviceMe
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         if ranks > 1:
             fix = "call torch.distributed.init_process_group() before zcompile.compile"
-            raise GroupError("process group", f"not initialised, though WORLD_SIZE is {ranks}", fix)
+            raise GroupError("process group", f"is not initialized, though WORLD_SIZE is {ranks}", fix)
         dist.init_process_group(backend_of(device.type), store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(DATA,))
 

@@ -91,7 +91,7 @@ def torchs(name: str, kind: str = "", **given: Any) -> Case:
 AO, HF, FREE = "torchao 0.18.0", "transformers 5.24.0", "schedulefree 1.4.1"
 HEAVY, MORE = "heavyball 3.2.1", "pytorch_optimizer 4.1.0"
 NEEDS_WHOLE = "cannot step parameters that are sharded|steps sharded parameters differently"
-OTHERWISE_BESIDE = f"{NEEDS_WHOLE}|steps a parameter differently beside others"
+OTHERWISE_BESIDE = f"{NEEDS_WHOLE}|steps a parameter differently when others are present"
 
 CASES = (
     torchs("SGD", momentum=0.9, lr=0.05),
@@ -100,7 +100,7 @@ CASES = (
     torchs("AdamW"),
     torchs("AdamW", "foreach", foreach=True, lr=0.01),
     torchs("AdamW", "fused", fused=True, lr=0.01, shards=ROUNDING),
-    torchs("AdamW", "one by one", foreach=False, lr=0.01),
+    torchs("AdamW", "not foreach", foreach=False, lr=0.01),
     torchs("Adagrad"),
     torchs("Adagrad", "fused", fused=True, lr=0.01, shards=ROUNDING),
     torchs("Adadelta"),
@@ -115,7 +115,7 @@ CASES = (
     torchs("Muon", shards="≈ 0.2", matrices=True),
     torchs("LBFGS", lr=0.1, max_iter=3, shards=REFUSED, whole=REFUSED, says="LBFGS flattens it|LBFGS concatenates it"),
     torchs(
-        "LBFGS", "of rows that ranks divide", lr=0.1, max_iter=3, whole=REFUSED,
+        "LBFGS", "of even rows", lr=0.1, max_iter=3, whole=REFUSED,
         says="LBFGS concatenates it", model=even,
     ),
     Case("AdamW8bit", "torchao.optim.AdamW8bit", release=AO),
@@ -161,6 +161,8 @@ AVERAGES = (
 
 
 def table() -> list[str]:
-    """The rows of optimizers as they stand in the page."""
-    cells = ([case.name, case.release, *map(case.gives, COLUMNS)] for case in CASES)
-    return [f"| {' | '.join(row)} |" for row in cells]
+    """The rows of the page: the optimizers of a release that give the same in every column."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for case in CASES:
+        rows.setdefault((case.release, case.plain, case.shards, case.whole), []).append(case.name)
+    return [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items()]

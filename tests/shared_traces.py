@@ -289,7 +289,7 @@ def constants_of(kind: type[nn.Module]) -> list[str] | None:
 
 
 def reads_of(value: Any, reads: set[str], seen: set[int]) -> bool:
-    """Add to `reads` code, and the constants that it reads outside of itself; False if what it reads is no constant.
+    """Add to `reads` code, and the constants that it reads outside of itself; False if what it reads is not a constant.
 
     `value`: a class, a function, or what a name of a module stands for.
     """

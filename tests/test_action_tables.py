@@ -184,7 +184,7 @@ def test_wrong_tables_are_refused_with_rank_and_place(
         (lambda: action_table(ActionTable.parse("0F0,0B0"), 2, 1), "mesh: requires 2 ranks .*has 1"),
         (lambda: action_table(ActionTable.parse("0F0,0B0"), 1, 2), "microbatches: requires 2 .*has 1"),
         (lambda: action_table(Path("/nowhere/mine.csv"), 1, 2), "/nowhere/mine.csv cannot be read: No such file"),
-        (lambda: ActionTable.parse("0F0, 0X0"), "rank 0 has '0X0', which is no action"),
+        (lambda: ActionTable.parse("0F0, 0X0"), "rank 0 has '0X0', which is not an action"),
         (lambda: ActionTable.parse(""), "has no actions"),
     ],
 )

@@ -558,7 +558,7 @@ def test_a_second_and_a_stale_backward_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage": 7}, "7 is no ZeRO stage"),
+        ({"stage": 7}, "7 is not a ZeRO stage"),
         ({"backend": "eagre"}, "did you mean 'eager'"),
         ({"dtype": int}, "no dtype"),
     ],

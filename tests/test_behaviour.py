@@ -334,7 +334,7 @@ def test_a_write_past_the_optimizer_is_seen() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage": 4}, "stage: 4 is no ZeRO stage"),
+        ({"stage": 4}, "stage: 4 is not a ZeRO stage"),
         ({"stage": -1}, "stage: -1"),
         ({"stage": True}, "stage: True"),
         ({"prefetch": -1}, "prefetch: -1"),

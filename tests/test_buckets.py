@@ -113,7 +113,7 @@ def test_a_model_trains_to_the_same_bits_with_any_bucket(threads: Threads, stage
 
 @pytest.mark.parametrize("bucket", [0, -1, "many", 1.5, "25 XB", True])
 def test_a_bucket_that_is_no_size_is_refused(bucket: Any) -> None:
-    with pytest.raises(OptionError, match=r"bucket: .* is no size"):
+    with pytest.raises(OptionError, match=r"bucket: .* is not a size"):
         zcompile.compile(make("mlp"), bucket=bucket)
 
 

@@ -232,7 +232,7 @@ def test_a_star_takes_results_of_regions_only() -> None:
 
 
 def test_lists_and_values_are_not_taken_for_each_other() -> None:
-    with pytest.raises(zcompile.ParseError, match=r"'\*dy' spreads what is one value"):
+    with pytest.raises(zcompile.ParseError, match=r"'\*dy' unpacks a single value"):
         program(backward=BACKWARD.replace("a_full, dy, *a_saved", "a_full, *dy, *a_saved"))
     with pytest.raises(zcompile.ParseError, match="region_1 is given the list a_saved"):
         program(backward=BACKWARD.replace("*a_saved)", "a_saved)"))

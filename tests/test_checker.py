@@ -274,7 +274,7 @@ def test_a_device_is_no_text_and_ends_of_lines_count(dump: Path) -> None:
     path.unlink()
     path.symlink_to("/dev/zero")
     (said,) = errors(dump)
-    assert said.startswith(f"program_0/{FORWARD}: is missing or cannot be read: it is no file")
+    assert said.startswith(f"program_0/{FORWARD}: is missing or cannot be read: it is not a file")
 
 
 def test_files_of_an_earlier_dump_are_no_part_of_a_later_one(dump: Path) -> None:

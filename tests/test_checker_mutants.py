@@ -387,7 +387,7 @@ def test_what_a_cuda_graph_has_made_is_copied_before_it_is_returned() -> None:
     cached = {name: text.replace("@cuda_graph(", "@cached(") for name, text in graphs.items()}
     with pytest.raises(ProofError, match=r"region_0.py line 2: is decorated by something unknown"):
         prove({**cached, FORWARD: copied})
-    with pytest.raises(ProofError, match=r"forward.py line \d+: is no part of a program"):
+    with pytest.raises(ProofError, match=r"forward.py line \d+: is not a part of a program"):
         prove({**graphs, FORWARD: f"{copied}\nregion_0 = region_1\n"})
 
 

@@ -137,7 +137,7 @@ TIED, PLAIN, FORWARDS = "1f1b, stage 3, tied", "1f1b, stage 1", "gpipe, stage 0"
             r"plus(\3,\2\1)",
             "what is sent as 'stage1_.*_grad' to 0 is not",
         ),
-        (TIED, 0, r"\n +m0_(\w+) = recv\(", r"\n    m0_\1 = rcv(", "rcv is no function"),
+        (TIED, 0, r"\n +m0_(\w+) = recv\(", r"\n    m0_\1 = rcv(", "rcv is not a function"),
         (TIED, 0, r"(m0_x,[^\n]*\n)(.*?)(        m1_x,[^\n]*\n)", r"\3\2        \1", "is not what was traced"),
         (TIED, 0, r"(        blocks_0,[^\n]*\n)(        blocks_1,[^\n]*\n)", r"\2\1", "is not what is given there"),
         (TIED, 0, r"\n    update\(", "\n    copy(", "does nothing|no value|is missing"),

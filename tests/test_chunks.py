@@ -401,7 +401,7 @@ def test_a_training_step_in_which_nothing_is_wide_is_refused(without_group: None
 
 @pytest.mark.parametrize("chunk", [0, -1, True, 1.5, "many", "0 B"])
 def test_what_is_no_number_of_rows_is_refused(chunk: Any) -> None:
-    with pytest.raises(OptionError, match="is no number of rows"):
+    with pytest.raises(OptionError, match="is not a number of rows"):
         zcompile.compile(Model(cross_entropy), chunk=chunk)
 
 
@@ -593,7 +593,7 @@ def test_each_size_has_a_program_of_its_own(without_group: None) -> None:
 def test_sizes_that_torch_compile_makes_dynamic_are_refused(without_group: None) -> None:
     model = torch.compile(made("cross_entropy"), backend=zcompile.backend(backend="eager", chunk=12))
     model(*batch()).backward()
-    with pytest.raises(Exception, match="chunk: wants sizes that are known, and has tokens") as found:
+    with pytest.raises(Exception, match="chunk: needs sizes that are known, but has tokens") as found:
         model(*(value[:, :8] for value in batch()))
     assert "dynamic=False" in str(found.value)
 

@@ -72,6 +72,29 @@ def test_the_quick_start_trains(tmp_path: Path) -> None:
     assert "all_gather(" in ended.stdout
 
 
+@pytest.mark.nightly
+def test_the_complete_script_trains_and_goes_on_with_another_world(tmp_path: Path) -> None:
+    section = (ROOT / "README.md").read_text().partition("\n## A complete script\n")[2]
+    (script,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "train.py").write_text(script.replace("step % 20", "step % 2"))
+    for world, end in ((2, 2), (1, 4)):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command += ["train.py", str(end)]
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        assert f"step {end}: loss" in ended.stdout
+    assert "step 2:" not in ended.stdout
+    load = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", load, tmp_path / "run"], check=True)
+
+
+def test_pictures_are_there() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        for picture in re.findall(r"!\[.*?\]\((.*?)\)", page.read_text()):
+            assert (page.parent / picture).exists(), picture
+
+
 # -- the pass that is shown -------------------------------------------------------------------------------------------
 
 

@@ -498,7 +498,7 @@ def forward(box):
 def test_compute_outside_a_region() -> None:
     program = zcompile.parse(joined(CHAIN, LOOSE))
     found, line = refusal(program)
-    assert found.endswith("compute outlined into regions: y stands outside a region")
+    assert found.endswith("compute outlined into regions: y is outside a region")
     assert line == "y = aten.sin.default(x)"
 
 

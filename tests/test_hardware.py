@@ -106,7 +106,7 @@ GOOD = profile_text(NODES)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("[flops]", "[flops", "bad: is no TOML"),
+        ("[flops]", "[flops", "bad: is not valid TOML"),
         ("memory_bandwidth = 1e+12\n", "", "bad: has no memory_bandwidth"),
         ("memory_bandwidth = 1e+12", "memory_bandwidth = -1", "bad: has memory_bandwidth = -1"),
         ("memory_bandwidth = 1e+12", 'memory_bandwidth = "fast"', "bad: has memory_bandwidth = 'fast'"),
@@ -136,7 +136,7 @@ def test_a_profile_without_links_is_refused() -> None:
 
 
 def test_an_unknown_name_and_an_absent_file() -> None:
-    with pytest.raises(ProfileError, match=r"h1000: is no profile.*\n.*did you mean .h100."):
+    with pytest.raises(ProfileError, match=r"h1000: is not a profile.*\n.*did you mean .h100."):
         load_profile("h1000")
     with pytest.raises(ProfileError, match="cannot be read: No such file"):
         load_profile(str(Path("nowhere") / "this.toml"))

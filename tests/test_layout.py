@@ -409,8 +409,8 @@ def test_an_axis_is_read_as_it_is_printed(name: str, kind: AxisKind, size: int, 
 @pytest.mark.parametrize(
     ("axes", "found"),
     [
-        ('{"dp": "shards 2"}', "'shards 2' is no axis, such as 'shard 4, stride 2'"),
-        ('{"dp": "shard 0"}', "'shard 0' is no axis, such as"),
+        ('{"dp": "shards 2"}', "'shards 2' is not an axis, such as 'shard 4, stride 2'"),
+        ('{"dp": "shard 0"}', "'shard 0' is not an axis, such as"),
         ('{"tp": "tensor 2"}', "want one that shards"),
         ('{"a": "shard 2", "b": "shard 2"}', "want one that shards"),
     ],

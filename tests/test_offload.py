@@ -106,7 +106,7 @@ def test_a_state_is_saved_and_loaded_as_any_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["disk", "disk:", "tape:/x", 7])
 def test_what_is_no_place_is_refused(place: Any) -> None:
-    with pytest.raises(zcompile.OptionError, match=r"offload_optimizer: .* is no place"):
+    with pytest.raises(zcompile.OptionError, match=r"offload_optimizer: .* is not a place"):
         zcompile.train_step(model := make("mlp"), None, adamw(model), offload_optimizer=place)
 
 

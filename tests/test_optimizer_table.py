@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.cases import quickly
-from tests.optimizer_cases import AVERAGES, CASES, COLUMNS, EQUAL, REFUSED, ROUNDING, Case, table
+from tests.optimizer_cases import CASES, COLUMNS, EQUAL, REFUSED, ROUNDING, Case, table
 from tests.threads import Threads
 
 WORLD = 2
@@ -136,8 +136,5 @@ def test_an_optimizer_gives_what_the_table_says(threads: Threads, name: str, col
 
 
 def test_the_page_has_the_rows_that_are_tested() -> None:
-    lines = PAGE.read_text().splitlines()
-    rows = [line for line in lines if line.startswith("| ") and line.count("|") == len(COLUMNS) + 3]
-    assert [row for row in rows if not row.startswith(("| optimizer ", "| --- "))] == table()
-    averages = [line for line in lines if line.startswith("| ") and line.endswith("| = | = | = | = |")]
-    assert [line.split(" | ")[0].removeprefix("| ") for line in averages if line.count("|") == 6] == list(AVERAGES)
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    assert rows[2:] == table(), "the page has a head and these rows"

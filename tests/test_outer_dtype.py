@@ -212,8 +212,8 @@ def test_what_is_whole_on_every_rank_travels_as_it_is(threads: Threads, tmp_path
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"outer_dtype": torch.float32}, "is no dtype in which averages can travel"),
-        ({"outer_dtype": torch.int32}, "is no dtype in which averages can travel"),
+        ({"outer_dtype": torch.float32}, "is not a dtype in which averages can travel"),
+        ({"outer_dtype": torch.int32}, "is not a dtype in which averages can travel"),
         ({"outer_dtype": torch.int8, "stage": 0}, "stage 0 has no shards"),
         ({"outer_dtype": torch.int8}, "all ranks shard along one"),
     ],

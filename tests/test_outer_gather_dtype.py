@@ -65,7 +65,7 @@ ALL = [(shard, stage, prefetch) for shard in HYBRIDS for stage in (1, 2, 3) for 
 
 
 def arriving(value: torch.Tensor, ranks: int, wire: torch.dtype, computed: torch.dtype | None = None) -> torch.Tensor:
-    """By hand, as docs/training.md says it: a parameter of which each rank has sent its rows in `wire`."""
+    """By hand, as docs/several_machines.md says it: a parameter of which each rank has sent its rows in `wire`."""
     computed = (computed or value.dtype) if value.is_floating_point() else value.dtype
     if value.dim() == 0 or not value.is_floating_point() or computed.itemsize <= wire.itemsize:
         return value.to(computed)
@@ -571,8 +571,8 @@ REFUSED: list[tuple[str, Shape | None, dict[str, Any], str]] = [
     ("gpt", (2, 2), {"outer_gather_dtype": INT8, "shard": "flat"}, "these options make none"),
     ("gpt", None, {"outer_gather_dtype": INT8}, "these options make none"),
     ("gpt", (2, 2), {"outer_gather_dtype": INT8, "stage": 0}, "these options make none"),
-    ("gpt", (2, 2), {"outer_gather_dtype": torch.float32, "shard": "hpz"}, "is no dtype in which shards can travel"),
-    ("gpt", (2, 2), {"outer_gather_dtype": "int4", "shard": "hpz"}, "is no dtype in which shards can travel"),
+    ("gpt", (2, 2), {"outer_gather_dtype": torch.float32, "shard": "hpz"}, "is not a dtype in which shards can travel"),
+    ("gpt", (2, 2), {"outer_gather_dtype": "int4", "shard": "hpz"}, "is not a dtype in which shards can travel"),
     ("mlp", (2, 2), {"outer_gather_dtype": INT8, "shard": "hpz"}, "would make no shard smaller"),
 ]
 

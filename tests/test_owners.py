@@ -361,7 +361,7 @@ def test_a_step_is_proven_across_ranks_and_replayed(threads: Threads, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("whole", "said"), [(["block.*"], "matches no parameter"), ("layers.0.weight", "is no list of names")]
+    ("whole", "said"), [(["block.*"], "matches no parameter"), ("layers.0.weight", "is not a list of names")]
 )
 def test_patterns_that_match_nothing(whole: object, said: str) -> None:
     with pytest.raises(OptionError, match=said):
@@ -425,7 +425,7 @@ def test_an_optimizer_that_looks_at_all_matrices_is_refused(rank: int) -> None:
             found.append(str(error))
         compiled.zero_grad()
     assert len(found) == 2
-    assert all("steps a parameter differently beside others" in said for said in found)
+    assert all("steps a parameter differently when others are present" in said for said in found)
 
 
 @pytest.mark.slow

@@ -377,14 +377,14 @@ def test_the_table_names_every_pass_and_fact() -> None:
 def test_what_is_no_stage_is_refused(stage: Any) -> None:
     with pytest.raises(OptionError) as caught:
         zcompile.pipeline(stage=stage)
-    assert (caught.value.subject, caught.value.problem) == ("stage", f"{stage!r} is no ZeRO stage")
+    assert (caught.value.subject, caught.value.problem) == ("stage", f"{stage!r} is not a ZeRO stage")
 
 
 @pytest.mark.parametrize("prefetch", [-1, 1.5, True, "1", None])
 def test_what_is_no_prefetch_is_refused(prefetch: Any) -> None:
     with pytest.raises(OptionError) as caught:
         zcompile.pipeline(prefetch=prefetch)
-    assert (caught.value.subject, caught.value.problem) == ("prefetch", f"{prefetch!r} is no number of units")
+    assert (caught.value.subject, caught.value.problem) == ("prefetch", f"{prefetch!r} is not a number of units")
 
 
 def test_of_many_choices_a_dozen_is_listed() -> None:

@@ -87,7 +87,7 @@ MISTAKES: dict[str, Mistake] = {
     "rows": (Skips, loss_of, {}, 6, "OptionError: microbatches: is 4, which does not divide a batch of 6"),
     "schedule": (Skips, loss_of, {"schedule": "2f2b"}, 8, "OptionError: schedule: '2f2b' is unknown"),
     "few": (Skips, loss_of, {"schedule": "dualpipev", "microbatches": 2}, 8, "OptionError: microbatches: is 2: "),
-    "split": (Skips, loss_of, {"split": ["middle"]}, 8, "OptionError: split: names 'middle', which is no unit"),
+    "split": (Skips, loss_of, {"split": ["middle"]}, 8, "OptionError: split: names 'middle', which is not a unit"),
     "length": (Skips, loss_of, {"split": ["up.0", "up.1"]}, 8, "OptionError: split: has 2 units, and 2 stages"),
     "break": (Broken, loss_of, {}, 8, "CaptureError: "),
     "buffer": (Far, loss_of, {}, 8, "CaptureError: ema: is a buffer that stage 1 writes to and stage 0 reads"),

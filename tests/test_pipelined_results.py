@@ -310,7 +310,7 @@ def loss_alone(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     ("loss_fn", "options", "message"),
     [
-        (number_beside, {}, "OptionError: loss_fn: gives a metric 'rows' that is no tensor"),
+        (number_beside, {}, "OptionError: loss_fn: gives a metric 'rows' that is not a tensor"),
         (named_by_number, {}, "OptionError: loss_fn: gives a metric called 1"),
         (loss_alone, {"results": "first"}, "OptionError: results: 'first' is unknown"),
         (loss_alone, {"grad_scaler": 1.0}, "OptionError: grad_scaler: is a float"),

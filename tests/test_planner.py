@@ -267,14 +267,14 @@ def test_what_cannot_be_traced(model: nn.Module, error: type[Exception], message
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"worlds": []}, "worlds: .* are no numbers of ranks"),
-        ({"worlds": [0]}, "worlds: .* are no numbers of ranks"),
-        ({"stages": [4]}, "stage: 4 is no ZeRO stage"),
+        ({"worlds": []}, "worlds: .* are not numbers of ranks"),
+        ({"worlds": [0]}, "worlds: .* are not numbers of ranks"),
+        ({"stages": [4]}, "stage: 4 is not a ZeRO stage"),
         ({"stages": []}, "plan: has nothing to compare"),
-        ({"prefetches": [-1]}, "prefetch: -1 is no number of units"),
-        ({"dtypes": [torch.int64]}, "dtype: torch.int64 is no dtype"),
-        ({"memory_limit": "much"}, "memory_limit: 'much' is no size"),
-        ({"checkpoints": ["often"]}, "checkpoint: 'often' is no setting"),
+        ({"prefetches": [-1]}, "prefetch: -1 is not a number of units"),
+        ({"dtypes": [torch.int64]}, "dtype: torch.int64 is not a dtype"),
+        ({"memory_limit": "much"}, "memory_limit: 'much' is not a size"),
+        ({"checkpoints": ["often"]}, "checkpoint: 'often' is not a setting"),
     ],
 )
 def test_options_that_cannot_be_meant(options: dict[str, Any], message: str) -> None:
@@ -283,7 +283,7 @@ def test_options_that_cannot_be_meant(options: dict[str, Any], message: str) -> 
 
 
 def test_hardware_that_nobody_knows() -> None:
-    with pytest.raises(ProfileError, match="a1000: is no profile"):
+    with pytest.raises(ProfileError, match="a1000: is not a profile"):
         zcompile.plan(make("mlp"), batch("mlp", 0, 0), hardware="a1000")
 
 

@@ -76,7 +76,7 @@ class TwoResults(nn.Module):
         self.body = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
-        """In the dtype of autocast, beside an integer and what is no tensor."""
+        """In the dtype of autocast, beside an integer and what is not a tensor."""
         y = self.body(x)
         return {"logits": y, "order": y.argsort(), "more": [y.sum(1), "kept"]}
 
@@ -358,7 +358,7 @@ def test_predicted_peak_counts_two_bytes_a_parameter() -> None:
 @pytest.mark.parametrize("option", ["dtype", "reduce_dtype"])
 @pytest.mark.parametrize("value", [torch.int32, "bf16", torch.float8_e4m3fn, torch.complex64], ids=str)
 def test_dtypes_that_cannot_be_meant(option: str, value: object) -> None:
-    with pytest.raises(zcompile.OptionError, match=f"^{option}: .* is no dtype to compute with"):
+    with pytest.raises(zcompile.OptionError, match=f"^{option}: .* is not a dtype to compute with"):
         zcompile.compile(make("mlp"), **{option: value})  # type: ignore[arg-type]
 
 

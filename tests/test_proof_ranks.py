@@ -445,7 +445,7 @@ def test_a_dump_without_all_of_its_files_is_refused(tmp_path: Path) -> None:
     for file in (home / "forward.py", home / "backward.py", home / "regions" / "region_0.py"):
         kept = file.rename(tmp_path / "kept")
         with pytest.raises(
-            ProofError, match=r"rank 1.* (is no dump|cannot be read: No such file|region_0 is not known)"
+            ProofError, match=r"rank 1.* (is not a dump|cannot be read: No such file|region_0 is not known)"
         ):
             check_folders(folders)
         kept.rename(file)
@@ -453,7 +453,8 @@ def test_a_dump_without_all_of_its_files_is_refused(tmp_path: Path) -> None:
     for cut in ("", backward[: backward.index("    return")], backward[: len(backward) // 2]):
         (home / "backward.py").write_text(cut)
         (folders[0] / "program_0" / "backward.py").write_text(cut)
-        with pytest.raises(ProofError, match=r"rank 0.*backward\.py.*: (backward ends without|is no Python|has no)"):
+        refusal = r"rank 0.*backward\.py.*: (backward ends without|is not valid Python|has no)"
+        with pytest.raises(ProofError, match=refusal):
             check_folders(folders)
 
 
@@ -463,7 +464,7 @@ def test_a_rank_with_fewer_programs_is_named(tmp_path: Path) -> None:
     (folders[1] / "program_1").mkdir()
     with pytest.raises(ProofError, match="rank 1 has program 1, rank 0 not"):
         check_folders(folders)
-    with pytest.raises(ProofError, match="is no dump"):
+    with pytest.raises(ProofError, match="is not a dump"):
         check_folders({0: tmp_path / "nowhere"})
 
 
@@ -476,13 +477,13 @@ CHAINED = joined(CHAIN, GATHERED)
         ("c_gather = all_gather(c)", "c_gather = gossip(c)", r"line \d+: gossip is not known: it may communicate"),
         ("c_full = wait(c_gather)", "c_full = wait(d_gather)", "line \\d+: 'd_gather' is not defined here"),
         ("all_gather(b)", "all_gather(x)", r"`b_gather = all_gather\(x\)` gives all_gather arguments it does not take"),
-        ("yb = region_0(b_full, ya)", "for y in x: pass", "is no statement of a program"),
-        ("release(a_full)", "release(a_full", "is no Python"),
-        ('axes = {"dp": "shard 2"}', 'axes = {"dp": "shared 2"}', "'shared 2' is no axis"),
+        ("yb = region_0(b_full, ya)", "for y in x: pass", "is not a statement of a program"),
+        ("release(a_full)", "release(a_full", "is not valid Python"),
+        ('axes = {"dp": "shard 2"}', 'axes = {"dp": "shared 2"}', "'shared 2' is not an axis"),
         ('axes = {"dp": "shard 2"}', "", "says nothing of the axes"),
         ('axes = {"dp": "shard 2"}', "axes = 3", "the head of the text: says no layout"),
         ('axes = {"dp": "shard 2"}', 'axes = {"dp": "shard 2"}\nstage = 7', "the head of the text: says no layout"),
-        ('axes = {"dp": "shard 2"}', 'axes = {"dp": two}', "line 1: axes is no constant"),
+        ('axes = {"dp": "shard 2"}', 'axes = {"dp": two}', "line 1: axes is not a constant"),
         ("def forward(box)", "def sideways(box)", "has none of the functions forward"),
         (
             "b_full = wait(b_gather)",

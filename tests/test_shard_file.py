@@ -99,7 +99,7 @@ def test_tensors_of_a_unit_do_not_overlap(tmp_path: Path) -> None:
     ("options", "found"),
     [
         ({"offload_parameters": "cpu"}, "offload_parameters: is 'cpu', and the model is on cpu"),
-        ({"offload_parameters": "tape:/x"}, "offload_parameters: 'tape:/x' is no place"),
+        ({"offload_parameters": "tape:/x"}, "offload_parameters: 'tape:/x' is not a place"),
         ({"offload_parameters": "disk:/tmp/x", "stage": 0}, "offload_parameters: moves shards, and stage 0 has none"),
     ],
 )

@@ -194,7 +194,7 @@ def test_an_undefined_name_is_refused() -> None:
 def test_a_statement_that_no_program_has_is_refused(statement: str) -> None:
     error = broken("yb = region_0(b, ya)", statement)
     assert error.subject == line_of("yb = region_0(b, ya)")
-    assert error.problem.endswith("is no statement of a program")
+    assert error.problem.endswith("is not a statement of a program")
 
 
 def test_a_regions_argument_without_a_place_is_refused() -> None:

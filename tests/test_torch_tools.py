@@ -107,7 +107,7 @@ def test_transforms_of_torch_work_on_full_parameters(rank: int, stage: int) -> N
     compiled(x).sum().backward()
     called, gradients, mapped, of_weight = said
     assert re.match(r"ParameterError: weight: was replaced.*\n.*within compiled\.unsharded\(\)", called)
-    assert re.match(r"CaptureError: Linear: is called within a transform.*\n.*within compiled\.unsharded", gradients)
+    assert re.match(r"CaptureError: Linear: is called within torch.func.*\n.*within compiled\.unsharded", gradients)
     assert "ParameterError: weight: matmul reads this parameter outside of a program" in mapped
     assert re.match("RuntimeError: .* got mixed torch.Tensor and DTensor", of_weight), "as docs/errors.md has it"
 
@@ -153,7 +153,7 @@ def dual(model: Callable[..., Any]) -> object:
 def test_transforms_are_told_where_they_can_be_had(way: str) -> None:
     compiled = zcompile.compile(nn.Sequential(nn.Linear(4, 2), nn.Tanh()), stage=3, backend="eager")
     for _ in range(2):
-        with pytest.raises(zcompile.CaptureError, match=r"^Sequential: is called within a transform(.|\n)*unsharded"):
+        with pytest.raises(zcompile.CaptureError, match=r"^Sequential: is called within torch.func(.|\n)*unsharded"):
             TRANSFORMS[way](compiled)
         compiled(X).sum().backward()
     with compiled.unsharded():

@@ -386,7 +386,7 @@ def test_what_two_axes_divide_is_what_was_asked_for() -> None:
 
 @pytest.mark.parametrize(
     ("other", "words"),
-    [("blocks_0_out", "two lines are called"), ("region_0", "no name for a value"), ("print(1); x", "no name for")],
+    [("blocks_0_out", "two lines are called"), ("region_0", "cannot name a value"), ("print(1); x", "cannot name")],
 )
 def test_names_mean_one_thing(other: str, words: str) -> None:
     def rename(program: Program) -> None:
@@ -592,12 +592,12 @@ def test_explain_lists_rules() -> None:
 @pytest.mark.parametrize(
     ("pattern", "replacement", "problem"),
     [
-        ("x", "x", "'x' is no call"),
+        ("x", "x", "'x' is not a call"),
         ("aten.mul.Tensor(x, 1.0)", "y", "the pattern has no 'y'"),
         ("aten.mul.Tensor(x, 1.0)", "aten.mul.Tensor(1.0, x)", "is no shorter"),
-        ("aten.mull.Tensor(x, 1.0)", "x", "aten.mull.Tensor is no operation"),
+        ("aten.mull.Tensor(x, 1.0)", "x", "aten.mull.Tensor is not an operation"),
         ("aten.mul.Tensor(x, ", "x", "cannot be read"),
-        ("os.system('true')", "1", "os.system is no operation"),
+        ("os.system('true')", "1", "os.system is not an operation"),
         ("aten.mul.Tensor(x, torch.nothing)", "x", "torch.nothing is unknown"),
     ],
 )

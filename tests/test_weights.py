@@ -230,7 +230,7 @@ def outside_index(folder: Path) -> Path:
 def test_weights_that_name_files_outside_of_their_folder_are_refused(tmp_path: Path) -> None:
     values = Stack().state_dict()
     for source in (outside_checkpoint(as_checkpoint(values, tmp_path)), outside_index(as_index(values, tmp_path))):
-        with pytest.raises(zcompile.OptionError, match=r"names '\.\./.*', which does not lie in its folder"):
+        with pytest.raises(zcompile.OptionError, match=r"names '\.\./.*', which is not in its folder"):
             zcompile.compile(Stack(), backend="eager", weights=source)
 
 
@@ -247,7 +247,7 @@ def test_weights_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         (tmp_path / "cut.safetensors", "does not hold all of"),
         (tmp_path / "text.pt", "cannot be read"),
         (tmp_path / "folder", "folder without weights"),
-        (tmp_path / "nested.pt", "model of .* is no tensor but "),
+        (tmp_path / "nested.pt", "model of .* is not a tensor but "),
         (on_meta(Stack).state_dict(), "inner.weight of the mapping is on the meta device"),
     ]:
         with pytest.raises(zcompile.OptionError, match=message):

@@ -1,4 +1,4 @@
-"""Results of the matrix in a file, written cell by cell, and the tables of docs/families.md that are made of them."""
+"""Results of the matrix in a file, written cell by cell, and the tables of docs/families.md."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.figures import write_json
-from benchmarks.families.cells import CELLS, ORDER, WRONG, Outcome
+from benchmarks.families.cells import CELLS, WRONG, Outcome
 
 FILE = Path(__file__).parent / "results.json"
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 BEGIN, END = "<!-- families: python -m benchmarks.families --table -->\n", "<!-- end of families -->\n"
-BAD = ("crash", "hang", "lost")
+BITS, ROUNDING, FARTHER = "bits", "rounding", "farther"
+KINDS = (BITS, ROUNDING, FARTHER, "refused", "void")
 
 
 @dataclass
@@ -33,10 +34,8 @@ class Results:
     def put(self, family: str, library: str, cell: str, outcome: Outcome) -> None:
         """Keep what became of a cell, on disk at once, beside what another command has put there."""
         self.families = self.read().families
-        kept = {"kind": outcome.kind, "said": outcome.said, "distance": outcome.distance}
-        # NaN is no JSON
-        kept["distance"] = None if outcome.distance != outcome.distance else float(f"{outcome.distance:.2g}")
-        kept["seconds"] = round(outcome.seconds, 1)
+        far = None if outcome.distance != outcome.distance else float(f"{outcome.distance:.2g}")  # NaN is no JSON
+        kept = {"kind": outcome.kind, "said": outcome.said, "distance": far, "seconds": round(outcome.seconds, 1)}
         self.families.setdefault(family, {"library": library, "cells": {}})["cells"][cell] = kept
         write_json(self.families, FILE)
 
@@ -49,45 +48,45 @@ def write(results: Results) -> None:
 
 
 def tables(results: Results) -> str:
-    """How many cells there are of each kind, all of them, and what is said of those that are refused or fail."""
-    return "\n\n".join([_counts(results), _matrix(results), "\n".join(_sentences(results))]) + "\n"
-
-
-def _counts(results: Results) -> str:
-    cells = [cell for family in results.families.values() for cell in family["cells"].values()]
-    counts = Counter(cell["kind"] for cell in cells)
-    near = sum(
-        cell["kind"] == "distance" and cell["distance"] is not None and cell["distance"] <= WRONG for cell in cells
-    )
-    counts["distance"] -= near
-    said = {"bits": "bit for bit equal", "distance": f"farther off than {WRONG:g}", "void": "void"}
-    parts = [f"{counts[kind]} {said.get(kind, kind)}" for kind in reversed(ORDER) if counts[kind] or kind in said]
-    equal, others = parts[0], ", ".join(parts[1:])
-    return f"{len(results.families)} families, {len(cells)} cells: {equal}, {near} within rounding, {others}."
-
-
-def _matrix(results: Results) -> str:
-    rows = [["family", "of", *CELLS], ["---"] * (2 + len(CELLS))]
+    """Counts of each cell, the families that are equal in all cells, a table of the others, and what errors say."""
+    counts: dict[str, Counter[str]] = {cell: Counter() for cell in CELLS}
+    equal: dict[str, list[str]] = {}
+    others = [["family", "library", "cells that are not equal"]]
+    said: dict[tuple[str, str], dict[str, None]] = {}
     for name, family in sorted(results.families.items(), key=lambda item: (item[1]["library"], item[0])):
-        rows.append([name, family["library"], *(_shown(family["cells"].get(cell)) for cell in CELLS)])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        where: dict[str, list[str]] = {}
+        for cell in filter(family["cells"].__contains__, CELLS):
+            found = family["cells"][cell]
+            kind, shown = _kind(found)
+            counts[cell][kind] += 1
+            if kind != BITS and not (kind == ROUNDING and "inductor" in cell):
+                where.setdefault(shown, []).append(cell)
+            if kind == found["kind"] != BITS:
+                said.setdefault((kind, found["said"]), {})[name] = None
+        if where:
+            others.append([name, family["library"], "; ".join(f"{far}: {', '.join(at)}" for far, at in where.items())])
+        else:
+            equal.setdefault(family["library"], []).append(name)
+    counts["all"] = sum(counts.values(), Counter())
+    rows = [[cell, *(str(counted[kind]) for kind in KINDS)] for cell, counted in counts.items()]
+    parts = [
+        f"{len(results.families)} families, {counts['all'].total()} cells:",
+        _markdown([["cell", *KINDS], *rows]),
+        "Equal in every cell, except for rounding by Inductor:",
+        "\n".join(f"- {library}: {', '.join(names)}" for library, names in equal.items()),
+        _markdown(others),
+        "\n".join(f"- {kind}: {', '.join(names)}:\n  `{text}`" for (kind, text), names in sorted(said.items())),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def _shown(cell: dict[str, Any] | None) -> str:
-    """What a cell is, and the seconds to its first step."""
-    if cell is None:
-        return ""
-    if cell["kind"] not in ("bits", "distance"):
-        return f"**{cell['kind']}**" if cell["kind"] in BAD else str(cell["kind"])
-    far = "bits" if cell["kind"] == "bits" else "NaN" if cell["distance"] is None else f"{cell['distance']:.0e}"
-    return f"{far}, {cell['seconds']:.1f} s"
+def _kind(cell: dict[str, Any]) -> tuple[str, str]:
+    """Its kind, and how it is shown: a distance as a number."""
+    if cell["kind"] != "distance":
+        return cell["kind"], cell["kind"]
+    far = cell["distance"]
+    return (FARTHER, "NaN") if far is None else (ROUNDING if far <= WRONG else FARTHER, f"{far:.0e}")
 
 
-def _sentences(results: Results) -> list[str]:
-    """Each sentence once, with the cells that say it."""
-    where: dict[tuple[str, str], list[str]] = {}
-    for name, family in results.families.items():
-        for cell, found in family["cells"].items():
-            if found["kind"] not in ("bits", "distance"):
-                where.setdefault((found["kind"], found["said"]), []).append(f"{name} ({cell})")
-    return [f"- {kind}: {', '.join(cells)}:\n  `{said}`" for (kind, said), cells in sorted(where.items())]
+def _markdown(rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])

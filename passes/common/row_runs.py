@@ -37,7 +37,7 @@ def check_sizes(program: Program, option: str) -> None:
     inputs = [(node.name, data(node).type) for node in program.nodes(Input)]
     if dynamic := [f"{name} {type_}" for name, type_ in inputs if type_ and any(dim.symbol for dim in type_.dims)]:
         fix = "give torch.compile dynamic=False, for one program for each size, as zcompile.compile does by itself"
-        raise OptionError(option, f"wants sizes that are known, and has {dynamic[0]}", fix)
+        raise OptionError(option, f"needs sizes that are known, but has {dynamic[0]}", fix)
 
 
 _RETURNED = "let the model return the loss alone, or give zcompile.train_step a loss_fn that does"

@@ -89,7 +89,7 @@ class StageAssignment:
         begins, bounds = begins_of_units(self.program), list[int]()
         for unit in self.starts:
             if unit not in begins:
-                problem = f"names {unit!r}, which is no unit that the model computes with"
+                problem = f"names {unit!r}, which is not a unit that the model computes with"
                 raise OptionError("split", problem, nearest(unit, begins))
             if begins[unit] <= (bounds[-1] if bounds else min(begins.values())):
                 problem = f"has {unit!r} begin a stage, and nothing is computed between that and what stands before it"

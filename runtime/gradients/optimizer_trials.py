@@ -124,7 +124,7 @@ def _check_per_parameter(optimizer: Optimizer, group: dict[str, Any], owned: tor
     )
     counts = (sum(one.numel() for one in values), first.numel())
     if not equal or any(not _same_options(options, own, counts) for _, own in apart):
-        what = f"{type(optimizer).__name__} steps a parameter differently beside others, and no rank has all of them"
+        what = f"{type(optimizer).__name__} steps a parameter differently when others are present; no rank has them all"
         fix = "choose stage=0, or an optimizer that treats each parameter by itself, such as Muon, Shampoo or SOAP"
         raise OptimizerError("optimizer", what, fix)
 

@@ -131,7 +131,7 @@ class ExplainedDTensor(DTensor):
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             problem = f"are sharded in part: {getattr(func, '__name__', 'an operation')} is given plain tensors, too"
-            fix = "use every parameter within what is compiled: nobody averages the gradients of others"
+            fix = "use every parameter within what is compiled: the gradients of other parameters are not averaged"
             raise ParameterError("gradients", problem, fix) from error
         if held is not None:
             if name in _NORMS and isinstance(result, DTensor):

@@ -91,7 +91,7 @@ def check_owned(func: Callable[..., Any], args: Sequence[Any]) -> int | None:
         owners = {owner_of(one) for one in some if isinstance(one, DTensor) and one.ndim}
         if len(owners) > 1:
             fix = "let both be whole on one rank, as what an optimizer makes of a parameter is, or take full_tensor()"
-            refuse(owned[0], name, "takes it beside a tensor that other ranks have", fix)
+            refuse(owned[0], name, "takes it together with a tensor that other ranks have", fix)
     return owner_of(owned[0])
 
 

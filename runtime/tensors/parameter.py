@@ -277,7 +277,7 @@ def _assign(param: ShardedParameter, value: torch.Tensor) -> None:
         or value.dtype is not param.dtype
         or value.shape != param.shape
     ):
-        problem = f"is a shard, and its .data would be {value.dtype} {list(value.shape)}, which is no such shard"
+        problem = f"is a shard, and its .data would be {value.dtype} {list(value.shape)}, which does not fit it"
         raise ParameterError(param.zcompile_name, problem, "write in place, under torch.no_grad(): param.copy_(value)")
     local_tensor(param).copy_(local_tensor(value))
 

@@ -16,7 +16,7 @@ Self = TypeVar("Self", bound=dict[Any, Any])
 
 
 def _refuse(_: Self, __: object = None) -> NoReturn:
-    problem = "holds this rank's shards, which are no state of the plain model, so it is not pickled"
+    problem = "holds this rank's shards, which are not the state of the plain model, so it is not pickled"
     fix = "save compiled.full_state_dict(), or a checkpoint: compiled.save_checkpoint(folder, optimizer)"
     raise StateError("state_dict()", problem, fix)
 

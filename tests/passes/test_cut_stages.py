@@ -109,7 +109,7 @@ def test_what_goes_from_stage_to_stage_is_said_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("starts", "message"),
     [
-        (["d"], "split: names 'd', which is no unit .* choose from 'a', 'b', 'c'"),
+        (["d"], "split: names 'd', which is not a unit .* choose from 'a', 'b', 'c'"),
         (["a"], "split: has 'a' begin a stage, and nothing is computed between"),
         (["c", "b"], "split: has 'b' begin a stage, .* in the order of the forward: a, b, c"),
     ],

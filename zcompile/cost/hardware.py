@@ -171,7 +171,7 @@ def load_profile(name: str) -> Hardware:
     elif name in profiles():
         text = text_of(name)
     else:
-        raise ProfileError(name, "is no profile", f"{nearest(name, profiles())}; or give the path of a .toml file")
+        raise ProfileError(name, "is not a profile", f"{nearest(name, profiles())}; or give the path of a .toml file")
     return parse_profile(text, name)
 
 
@@ -184,7 +184,7 @@ def parse_profile(text: str, name: str) -> Hardware:
     try:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ProfileError(name, f"is no TOML: {error}", "fix that line") from error
+        raise ProfileError(name, f"is not valid TOML: {error}", "fix that line") from error
     links = found.pop("links", None)
     if not isinstance(links, list) or not links:
         raise ProfileError(name, "has no [[links]]", "give at least one, with name, latency and bandwidth")

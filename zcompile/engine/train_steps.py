@@ -160,7 +160,7 @@ def check_metrics(metrics: dict[Any, bool]) -> None:
         if not isinstance(name, str):
             raise OptionError("loss_fn", f"gives a metric called {name!r}", "name metrics with strings")
         if not is_tensor:
-            problem = f"gives a metric {name!r} that is no tensor"
+            problem = f"gives a metric {name!r} that is not a tensor"
             raise OptionError("loss_fn", problem, "give a tensor, or keep what is none out of the metrics")
 
 

@@ -60,7 +60,7 @@ def _well_formed(program: Program) -> Iterator[Violation]:
         yield from _text_matches_data(node)
     for value in program.results.outputs:
         if isinstance(value, fx.Node) and isinstance(data(value).op, _OF_UNITS):
-            yield Violation(value, f"{value.name} is returned, but is no value of the model's")
+            yield Violation(value, f"{value.name} is returned, but is not a value of the model's")
     for value in program.results.reduced:
         if not isinstance(data(value).op, (WaitReduce, SumAverages, Accumulate)):
             yield Violation(value, f"{value.name} is returned as reduced gradients, which it is not")
@@ -74,7 +74,7 @@ def _named(program: Program) -> Iterator[Violation]:
         if name in taken:
             yield Violation(node, f"two lines are called {name}; want a name of its own for each")
         if not name.isidentifier() or keyword.iskeyword(name) or name in NAMES or name in program.regions:
-            yield Violation(node, f"{name!r} is no name for a value: it means something else in a program's text")
+            yield Violation(node, f"{name!r} cannot name a value: it means something else in a program's text")
         taken.add(name)
     for name, region in program.regions.items():
         if region.name != name:
@@ -202,7 +202,7 @@ def _mistaken_item(program: Program, node: fx.Node, op: Item) -> Iterator[Violat
     found = data(sources[0]).op if len(sources) == 1 else None
     if not isinstance(found, Call) or found.region not in program.regions:
         names = [source.name for source in sources]
-        yield Violation(sources[0] if sources else node, f"{node.name} is a result of {names}, which is no call")
+        yield Violation(sources[0] if sources else node, f"{node.name} is a result of {names}, which is not a call")
         return
     (call,) = sources
     if op.index >= len(program.regions[found.region].outputs):
@@ -262,7 +262,7 @@ def _units_assigned(program: Program) -> Iterator[Violation]:
 
 def _regions_outlined(program: Program) -> Iterator[Violation]:
     for node in program.nodes(Compute, Parameter):
-        yield Violation(node, f"{node.name} stands outside a region")
+        yield Violation(node, f"{node.name} is outside a region")
     for node in program.nodes(Call):
         op = op_of(node, Call)
         if op.region not in program.regions:

@@ -272,11 +272,11 @@ class _Pickler(pickle.Pickler):
             case torch.SymInt():
                 return size_of_expression, (expression_of(obj),)
             case fx.Node():
-                raise NotStorableError(f"{obj} stands outside of its graph")
+                raise NotStorableError(f"{obj} is outside its graph")
         if callable(obj) and (name := _NAMES.get(id(obj))):
             return _stand_in, (name,)
         if is_symbolic(obj):
-            raise NotStorableError(f"{obj} is no size")
+            raise NotStorableError(f"{obj} is not a size")
         return NotImplemented
 
 

@@ -111,7 +111,8 @@ class ActionTable:
             try:
                 rows.append(tuple(map(Action.parse, cells)))
             except ValueError as error:
-                raise OptionError(_SUBJECT, f"rank {rank} has {str(error)!r}, which is no action", _SPELLING) from error
+                problem = f"rank {rank} has {str(error)!r}, which is not an action"
+                raise OptionError(_SUBJECT, problem, _SPELLING) from error
         return cls(tuple(rows))
 
     @cached_property

@@ -57,7 +57,7 @@ class Axis:
         """
         match = _TEXT.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} is no axis, such as 'shard 4, stride 2'")
+            raise ValueError(f"{text!r} is not an axis, such as 'shard 4, stride 2'")
         return cls(name, AxisKind(match[1]), int(match[2]), int(match[3] or 1))
 
     def ranks(self, rank: int) -> range:

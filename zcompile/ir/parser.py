@@ -260,7 +260,7 @@ class _Parser:
                 self._items(source, elements, replace(margin, types=types, replicated=lines[-1].replicated), scope)
             case _:
                 raise ParseError(
-                    f"line {statement.lineno}", f"{ast.unparse(statement)!r} is no statement of a program",
+                    f"line {statement.lineno}", f"{ast.unparse(statement)!r} is not a statement of a program",
                     "write assignments of calls, releases, del and return",
                 )  # fmt: skip
 
@@ -279,7 +279,7 @@ class _Parser:
         """Add items for the results of a region from `first` on; their types are in the text of the region."""
         op = data(source).op
         if not isinstance(op, Call):
-            problem = "is given results of what is no region"
+            problem = "is given results of something that is not a region"
             raise ParseError(f"the bundle {name}", problem, "name each of them")
         region, members = self.regions[op.region], []
         for index in range(first, len(region.outputs)):
@@ -367,7 +367,7 @@ def _values(expressions: Iterable[ast.expr], names: Mapping[str, Any]) -> list[A
         elif isinstance(value, list):
             values += value
         else:
-            problem = f"{ast.unparse(expression)!r} spreads what is one value"
+            problem = f"{ast.unparse(expression)!r} unpacks a single value"
             raise ParseError(f"line {expression.lineno}", problem, "leave out the *")
     return values
 

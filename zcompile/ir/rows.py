@@ -140,7 +140,7 @@ class Placements:
         one, other = (source, node) if isinstance(known, fx.Node) else (node, source)
         found = through_view(shape_of(one), placement, shape_of(other), self.rows)
         if found is None:
-            raise MixedRowsError(node, f"{node.target} joins rows with what is around them")
+            raise MixedRowsError(node, f"{node.target} joins rows with other values")
         self.put(one, placement, node)
         self.put(other, found, node)
 

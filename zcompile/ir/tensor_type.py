@@ -104,7 +104,7 @@ def dtype_of(text: str) -> torch.dtype:
     """
     result = _LONG.get(text) or vars(torch).get(text)
     if not isinstance(result, torch.dtype):
-        raise ValueError(f"{text!r} is no dtype")
+        raise ValueError(f"{text!r} is not a dtype")
     return result
 
 

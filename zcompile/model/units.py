@@ -67,7 +67,7 @@ def match_blocks(model: nn.Module, units: UnitChoice) -> list[str]:
     for outer in result:
         inner = next((path for path in result if path.startswith(outer + ".")), None)
         if inner:
-            raise OptionError("units", f"{inner!r} lies inside {outer!r}", "name only one of the two")
+            raise OptionError("units", f"{inner!r} is inside {outer!r}", "name only one of the two")
     return result
 
 
@@ -78,7 +78,7 @@ def match_called(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
     """
     option, fix = "keep_dtype", "give paths of model.named_modules(), such as ['blocks.*.router', 'lm_head']"
     if not _are_patterns(patterns):
-        raise OptionError(option, f"{patterns!r} is no list of paths", fix)
+        raise OptionError(option, f"{patterns!r} is not a list of paths", fix)
     named = model.named_modules(remove_duplicate=False)  # a module with two paths may be named by either
     paths = {path: module for path, module in named if path and _has_parameters(module)}
     matching = _matching(paths, patterns, option, "module with parameters")
@@ -110,7 +110,7 @@ def match_params(params: Mapping[str, torch.Tensor], patterns: Sequence[str], op
     """
     fix = "give names of model.named_parameters(), such as [n for n, p in model.named_parameters() if p.ndim == 2]"
     if not _are_patterns(patterns):
-        raise OptionError(option, f"{patterns!r} is no list of names", fix)
+        raise OptionError(option, f"{patterns!r} is not a list of names", fix)
     within = "a wildcard stays within one name, as in 'blocks.*.mlp.*.weight'; "
     found = _matching(params, patterns, option, "parameter", within)
     if divided := next((name for name in found if isinstance(params[name], DTensor)), None):

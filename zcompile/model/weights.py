@@ -109,7 +109,7 @@ def _from_safetensors(path: Path) -> Weights:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > size:
-            raise OptionError("weights", f"{path} is no safetensors file: its header is longer than itself", FORMS)
+            raise OptionError("weights", f"{path} is not a safetensors file: its header is longer than itself", FORMS)
         header: dict[str, Any] = json.loads(file.read(length))
     header.pop("__metadata__", None)
     kinds = {
@@ -136,7 +136,7 @@ def _from_index(path: Path) -> Weights:
     files: dict[str, str] = json.loads(path.read_text())["weight_map"]
     for file in sorted(set(files.values())):
         if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
-            raise OptionError("weights", f"{path} names {file!r}, which does not lie in its folder", FORMS)
+            raise OptionError("weights", f"{path} names {file!r}, which is not in its folder", FORMS)
     parts = {file: _from_safetensors(path.parent / file) for file in sorted(set(files.values()))}
     kinds = {name: parts[file].kinds[name] for name, file in files.items()}
     return Weights(str(path), kinds, lambda name: parts[files[name]].read(name))

@@ -453,7 +453,7 @@ class RankStep(ComparedStep):
             return found
         self.pending.remove(found)
         if self._alive(found.value) is not found.value:
-            self.refuse("waits for what was written to while it was being sent")
+            self.refuse("waits for a value that was written to while it was sent")
         return None
 
     def _add(self, shards: Any, sums: Any, grads: Any, dtype: str = "") -> Averages:
@@ -476,7 +476,7 @@ class RankStep(ComparedStep):
 
     def _write(self, buffer: Any, value: Any) -> None:
         if buffer.memory not in self.buffers:
-            self.refuse("writes to what is no buffer")
+            self.refuse("writes to something that is not a buffer")
         term, memory = self._term(value), buffer.memory
         written = self.terms.make(f"write to input {self.buffers[memory]}", term)
         self.effects["buffer"].append((written, self.terms.here))

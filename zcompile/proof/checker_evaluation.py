@@ -173,7 +173,7 @@ class Evaluation:
         if type(value) in (list, tuple):
             return self.terms.make(type(value).__name__, *map(self._term, value))
         if not isinstance(value, TermValue):
-            self.refuse(f"computes with what is no value, but {type(value).__name__}")
+            self.refuse(f"computes with something that is not a value, but {type(value).__name__}")
         return value.term
 
     # -- lines --------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Evaluation:
         results, rest = self.run(text, phase, scope)
         self.ends.append(self.terms.here)
         if any(result.memory.graph for result in results):
-            self.refuse("returns what lies in the memory of a CUDA graph, to which the next step writes")
+            self.refuse("returns a value in the memory of a CUDA graph, which the next step overwrites")
         return results, rest
 
     def _bound(self, name: str, margin: Margin) -> Any:
@@ -262,7 +262,7 @@ class Evaluation:
                         self.scope[dotted(target)] = f"was deleted at {self._line()}"
                 case ast.Expr(value=ast.Call() as call):
                     if self._call(call) is not None and not packet_of(dotted(call.func)).endswith("_"):
-                        self.refuse("does nothing, or what is not known here: it gives a value, which has no name")
+                        self.refuse("gives a value that has no name, so what it does is unknown")
                 case ast.Assign(targets=[target], value=ast.Call() as call):
                     self._bind(text, target, self._call(call))
         return self.refuse(f"{name} returns nothing")
@@ -356,7 +356,7 @@ class Evaluation:
         if name == "graph" and len(given) == 1 and not named:
             return self._made(self.terms.make("graph", given[0].term))
         if not is_function_of_values(name) or "out" in named:
-            self.refuse(f"{ast.unparse(call.func)} is no function that is known here")
+            self.refuse(f"{ast.unparse(call.func)} is not a function that is known here")
         return self._operation(name, given, named)
 
     @property
@@ -392,7 +392,7 @@ class Evaluation:
     def _parameter(self, owner: Any, item: int) -> Any:
         """Return a parameter that a region takes: of a gathered unit, or of shards that are read directly."""
         if not isinstance(owner, (WholeUnit, UnitPart)):
-            self.refuse(f"takes a parameter of what is no full unit, but {type(owner).__name__}")
+            self.refuse(f"takes a parameter of something that is not a full unit, but {type(owner).__name__}")
         shards, dtype = (owner.shards, owner.dtype) if isinstance(owner, WholeUnit) else (owner, None)
         param = shards.params[item]
         is_whole = "whole" in param.flags
@@ -416,7 +416,7 @@ class Evaluation:
             packet = packet_of(name)
         self.terms.operations |= set() if self.runs else {name}
         if name.startswith(("aten.", "ops.")) and name not in (*SAME, *self.terms.operations):
-            self.doubts.append((self.terms.here, f"calls {name}, which was not traced: it is not known what it does"))
+            self.doubts.append((self.terms.here, f"calls {name}, which was not traced, so its effects are unknown"))
         terms = [*map(self._term, values)]
         shares = [heads[term] for term in terms[: len(terms) - len(named)] if heads[term].startswith("float ")]
         shares += [heads[value.term] for key, value in named.items() if key == "dropout_p"]
@@ -483,7 +483,7 @@ class Evaluation:
 
     def _wait(self, started: Any) -> Any:
         if not isinstance(started, Begun) or not started:
-            self.refuse("waits for what is not under way")
+            self.refuse("waits for something that is not in flight")
         result = started.pop()
         if isinstance(result, Averages):
             self.ranges.pop(result.memory, None)
@@ -491,7 +491,7 @@ class Evaluation:
 
     def _release(self, full: Any) -> None:
         if not isinstance(full, WholeUnit) or full.keep:
-            self.refuse("releases what is no full unit, or is kept for later programs")
+            self.refuse("releases something that is not a full unit, or is kept for later programs")
         full.memory.gone = f"was released at {self._line()}"
         self.ranges.pop(full.memory, None)
 
@@ -618,16 +618,16 @@ class Evaluation:
         return TermValue(dense, copied.memory, -1, copied.via)
 
     def _store(self, value: Any, stack: Any) -> TermValue:
-        return self._moved(value) if stack.kind == "stack" else self.refuse("stores on what is no stack")
+        return self._moved(value) if stack.kind == "stack" else self.refuse("stores on something that is not a stack")
 
     def _offload(self, value: Any, to: Any) -> Moved:
         if to.kind.startswith("group") and self._term(value) not in self.same:
-            problem = "keeps on each rank of a group a shard of what is not known to be the same on all of them"
+            problem = "keeps on each rank of a group a shard of a value that is not known to be the same on all of them"
             self.doubts.append((self.terms.here, problem))  # an untraced term is reported instead
         return Moved(self._moved(value), to, Storage("an activation"))
 
     def _fetch(self, away: Any, to: Any) -> Begun:
         if not isinstance(away, Moved) or away.to != to:
-            self.refuse("fetches what was not moved there")
+            self.refuse("fetches a value that was not moved there")
         away.memory.gone = f"was fetched at {self._line()}"
         return Begun([self._moved(away.value)])

@@ -270,7 +270,7 @@ class Loop:
         """Return a result times the factor."""
         place, scope, at = self.of.terms.here, dict(self.scope), dict(self.at)
         if self.of.terms.shapes.get(factor.term) != ():
-            self._refuse("multiplies what a loop has computed but for a number by what is no number")
+            self._refuse("multiplies the result of a loop that still lacks a factor by something that is not a number")
         self.scope[self.factor], self.at[self.factor] = factor, None
         for line in self.lines:
             if self._is_scaled(line) and dotted(line.targets[0]) != self.factor:  # type: ignore[attr-defined]
@@ -293,7 +293,7 @@ class Loop:
         evaluation, outer = self.of, self.of.scope
         evaluation.terms.here = (*self.above, (self.text, line.lineno))
         if not isinstance(line, ast.Assign) or not isinstance(line.value, ast.Call):
-            self._refuse("is no line of a loop")
+            self._refuse("is not a line of a loop")
         (target,), call = line.targets, line.value
         names = _names(target)
         if "" in names or not self.at.keys().isdisjoint({*names} - {"_"}):
@@ -377,7 +377,7 @@ class Loop:
             if before % passed == 0 and size % (before // passed * self.size) == 0:
                 return (at, before // passed), self._lifted(packet, call, (at, before // passed))
             passed *= size
-        return self._refuse("joins rows with what is around them")
+        return self._refuse("joins rows with other values")
 
     def _lifted(self, packet: str, call: ast.Call, at: At) -> ast.Call:
         """Return a call whose result has all rows, where its arguments say the shape."""

@@ -67,7 +67,7 @@ def file_text(path: Path) -> str:
         UnicodeDecodeError: it is not UTF-8 text.
     """
     if path.exists() and not path.is_file():
-        raise OSError("it is no file")
+        raise OSError("it is not a file")
     with path.open(encoding="utf-8", newline="") as file:
         return file.read()
 
@@ -81,7 +81,7 @@ class Text:
             self.body = ast.parse(text).body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line, why = getattr(error, "lineno", None) or len(self.lines), getattr(error, "msg", error)
-            raise ProofError(f"{name} line {line}", f"is no Python: {why}", FIX) from error
+            raise ProofError(f"{name} line {line}", f"is not valid Python: {why}", FIX) from error
         capture, stem = name == CAPTURE, name.rpartition("/")[2].removesuffix(".py")
         for line, problem in misplaced(self.body, ("forward", "backward") if capture else (stem,), heads=capture):
             raise ProofError(f"{name} line {line}", f"{problem}\n    {self.lines[line - 1].strip()}", FIX)
@@ -175,12 +175,12 @@ def misplaced(body: list[ast.stmt], functions: tuple[str, ...], *, heads: bool) 
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if heads and name in HEADS and _is_literal(value):
                 pass
             case _:
-                yield statement.lineno, "is no part of a program"
+                yield statement.lineno, "is not a part of a program"
 
 
 def _in_function(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     if ast.unparse(function.args) != "box" or function.returns:
-        yield function.lineno, "is no function of a box"
+        yield function.lineno, "is not a function of a box"
     for decorator in function.decorator_list:
         if not _is_graph(decorator) and _said_of_loop(decorator) is None:
             yield decorator.lineno, "is decorated by something unknown"
@@ -188,7 +188,7 @@ def _in_function(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     if not _unboxes(first):
         yield first.lineno, "is not `(a, b,) = unbox(box)`, with which a function begins"
     if not rest or not isinstance(rest[-1], ast.Return):
-        yield function.body[-1].lineno, "is no return, with which a function ends"
+        yield function.body[-1].lineno, "is not a return, which must end a function"
     for statement in rest[:-1]:
         match statement:
             case ast.Assign(targets=[target], value=ast.Call()) if _binds(target):
@@ -198,7 +198,7 @@ def _in_function(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
             case ast.Expr(value=ast.Call()):
                 pass
             case _:
-                yield statement.lineno, "is no statement of a program"
+                yield statement.lineno, "is not a statement of a program"
 
 
 def _binds(target: ast.expr) -> bool:

@@ -37,7 +37,7 @@ def _rule(said: Mapping[str, str]) -> tuple[str, Any, Any]:
     try:
         pattern, replacement = (_pattern(ast.parse(said[key], mode="eval").body) for key in ("pattern", "replacement"))
         if isinstance(pattern, str) or len(said["replacement"]) >= len(said["pattern"]):
-            raise ValueError("what is replaced is no call, or no longer than what replaces it")
+            raise ValueError("what is replaced is not a call, or no longer than what replaces it")
         if unbound := {part for part in _parts(replacement) if isinstance(part, str)}.difference(_parts(pattern)):
             raise ValueError(f"the pattern has no {min(unbound)}")
         return f"{said['name']}: {said['pattern']} counts as {said['replacement']}", pattern, replacement

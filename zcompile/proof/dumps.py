@@ -124,7 +124,7 @@ def _manifest(folder: Path) -> Any:
         for name, described in found["programs"].items():
             _check_described(name, described)
     except FileNotFoundError as error:
-        raise ProofError(subject, "is not there, so this is no dump that can be proven", _AGAIN) from error
+        raise ProofError(subject, "is not there, so this is not a dump that can be proven", _AGAIN) from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ProofError(subject, f"cannot be read: {type(error).__name__}: {error}", _AGAIN) from error
     wanted = FORMAT, metadata.version("zcompile")
@@ -140,13 +140,13 @@ def _check_described(program: str, described: Mapping[str, Any]) -> None:
     """Raise ValueError, LookupError or TypeError if `described` does not describe a program in the dump's folder."""
     for path in (program, *described["files"]):
         if Path(path).is_absolute() or ".." in Path(path).parts or path != Path(path).as_posix() or path == ".":
-            raise ValueError(f"{path!r} is no file or folder in the dump")
+            raise ValueError(f"{path!r} is not a file or folder in the dump")
     for file, sums in described["files"].items():
         if not isinstance(sums, list) or not all(type(checksum) is int for checksum in sums):
-            raise ValueError(f"the checksums of {file} are no numbers")
+            raise ValueError(f"the checksums of {file} are not numbers")
     for rule in described["rules"]:
         if not all(isinstance(rule[key], str) for key in ("name", "pattern", "replacement")):
-            raise ValueError(f"{rule} is no rule")
+            raise ValueError(f"{rule} is not a rule")
     if (described["part"] is None) is (STEP in described["files"]):
         raise ValueError(f"{program} is {'no ' * (described['part'] is None)}step of a pipeline, by what is its part")
     if described["part"] is not None:

@@ -97,7 +97,7 @@ class GraphTerms:
             if _may_do_more(node.target) and is_opaque(self._operation_of(node)):
                 self.opaque.append((node, node.name, result))
         else:
-            problem = f"{node.name} calls {node.target}, which is no operation of a traced graph"
+            problem = f"{node.name} calls {node.target}, which is not an operation of a traced graph"
             raise UnknownOperationError(node, problem)
         self.values[node] = result
         if (root := root_of(node)) is not node:
@@ -122,7 +122,8 @@ class GraphTerms:
         if node.target is saved_random or node.target is replayed_random:
             operation = node.args[node.target is replayed_random]
             if not isinstance(operation, OpOverload):
-                raise UnknownOperationError(node, f"{node.name} draws by {operation}, which is no operation of torch's")
+                problem = f"{node.name} draws by {operation}, which is not an operation of torch's"
+                raise UnknownOperationError(node, problem)
             return operation
         return node.target
 

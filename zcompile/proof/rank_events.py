@@ -207,7 +207,7 @@ class _Reader:
             tree = ast.parse(text)
         except (SyntaxError, ValueError) as error:
             line, why = getattr(error, "lineno", None) or 1, getattr(error, "msg", error)
-            raise ProofError(f"{file} line {line}".strip(), f"is no Python: {why}", _FIX) from error
+            raise ProofError(f"{file} line {line}".strip(), f"is not valid Python: {why}", _FIX) from error
         lines = text.split("\n")
         for statement in tree.body:
             match statement:
@@ -217,7 +217,8 @@ class _Reader:
                     try:
                         constants.setdefault(name, literal(value))
                     except ParseError as error:
-                        raise ProofError(f"{file} {error.subject}".strip(), f"{name} is no constant", _FIX) from error
+                        subject = f"{file} {error.subject}".strip()
+                        raise ProofError(subject, f"{name} is not a constant", _FIX) from error
 
     def rank_events(self) -> RankEvents:
         phases = [name for name in PHASES if name in self.functions]
@@ -245,7 +246,7 @@ class _Reader:
                 case ast.Return() | ast.Delete():
                     pass
                 case _:
-                    raise function.error(statement, f"{ast.unparse(statement)!r} is no statement of a program")
+                    raise function.error(statement, f"{ast.unparse(statement)!r} is not a statement of a program")
 
     def _call(self, call: _Call, body: _Body, *, is_phase: bool) -> None:
         name = call.name
@@ -355,7 +356,7 @@ class _Reader:
         """Handle an operator that divides a value otherwise over an axis, and waits for what it sends."""
         *constants, name = [ast.literal_eval(argument) for argument in call.tree.args if _is_constant(argument)]
         if name not in self.axes:
-            raise call.error(f"divides a value over {name!r}, which is no axis")
+            raise call.error(f"divides a value over {name!r}, which is not an axis")
         if operation != "shard":
             what = " ".join([operation, *map(str, constants), call.types])
             body.events.append(call.event(Act.JOIN, name, what))

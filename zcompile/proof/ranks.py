@@ -119,7 +119,7 @@ def _programs(rank: int, folder: Path) -> list[Path]:
         return [folder]
     found = [path for path in folder.glob("program_*") if path.name.removeprefix("program_").isdigit()]
     if not found:
-        raise ProofError(f"rank {rank}: {folder}", "is no dump: it has no program", "give folders written by dump=")
+        raise ProofError(f"rank {rank}: {folder}", "is not a dump: it has no program", "give folders written by dump=")
     return sorted(found, key=lambda path: int(path.name.removeprefix("program_")))
 
 

@@ -183,7 +183,7 @@ class Rule:
     def __post_init__(self) -> None:
         subject, left, right = f"rule {self.name!r}", self.left, self.right
         if not isinstance(left, Applied):
-            raise PipelineError(subject, f"{self.pattern!r} is no call", "write it as `aten.mul.Tensor(x, 1.0)`")
+            raise PipelineError(subject, f"{self.pattern!r} is not a call", "write it as `aten.mul.Tensor(x, 1.0)`")
         if unknown := sorted({*_variables(right)}.difference(_variables(left))):
             fix = "let the replacement be made of the variables of the pattern"
             raise PipelineError(subject, f"the pattern has no {unknown[0]!r}", fix)
@@ -245,7 +245,7 @@ def _pattern(expression: ast.expr) -> Pattern:
         case ast.Call(func=function, args=args, keywords=keywords):
             head = known(ast.unparse(function))
             if head is None:
-                raise ValueError(f"{ast.unparse(function)} is no operation")
+                raise ValueError(f"{ast.unparse(function)} is not an operation")
             named = [part for keyword in keywords for part in (f"{keyword.arg}=", _pattern(keyword.value))]
             return Applied(head, (*map(_pattern, args), *named))
         case ast.List(elts=elements) | ast.Tuple(elts=elements):

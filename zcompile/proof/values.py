@@ -530,7 +530,7 @@ class RankValues(ExpectedValues):
             elif number.isdigit() and int(number) < self.microbatches and name in self._nodes:
                 wanted = self._values[int(number)].get(self._term(name))
             else:
-                yield Violation(node, f"{node.name} sends {message!r}, which is no value of a micro-batch")
+                yield Violation(node, f"{node.name} sends {message!r}, which is not a value of a micro-batch")
                 continue
             yield from self._compared(step, f"{message}, which {node.name} sends", node.all_input_nodes[0], wanted)
         lines = [(node, op_of(node, Receive).message) for node in step.program.nodes(Receive)]

@@ -328,7 +328,7 @@ def _recomputes(
     if checkpoint is None:
         return []
     if checkpoint == "auto":
-        raise OptionError("checkpoint", "'auto' wants to know a device", "give it to zcompile.compile, or a size here")
+        raise OptionError("checkpoint", "'auto' needs a device", "give it to zcompile.compile, or a size here")
 
     finish = partial(run_passes, following)
     run = partial(recompute_activations, checkpoint=checkpoint, finish=finish, fuses=fuses, whole=whole)

@@ -36,17 +36,17 @@ def check_chunk(chunk: object) -> None:
         return
     fix = "give how many rows, such as tokens, are computed at once, a size such as '8 GiB', 'auto', or leave it out"
     if not isinstance(chunk, str):
-        raise OptionError("chunk", f"{chunk!r} is no number of rows", fix)
+        raise OptionError("chunk", f"{chunk!r} is not a number of rows", fix)
     try:
         bytes_of("chunk", chunk)
     except OptionError as error:
-        raise OptionError("chunk", f"{chunk!r} is no number of rows", fix) from error
+        raise OptionError("chunk", f"{chunk!r} is not a number of rows", fix) from error
 
 
 def check_stage(stage: object) -> None:
     """Raise OptionError unless `stage` is a ZeRO stage."""
     if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3:
-        raise OptionError("stage", f"{stage!r} is no ZeRO stage", "choose 0, 1, 2 or 3")
+        raise OptionError("stage", f"{stage!r} is not a ZeRO stage", "choose 0, 1, 2 or 3")
 
 
 def check_prefetch(prefetch: object, *, auto: bool = False) -> None:
@@ -55,7 +55,7 @@ def check_prefetch(prefetch: object, *, auto: bool = False) -> None:
         return
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         fix = "choose 0 for none, how many to gather ahead, or (in compile) 'auto'"
-        raise OptionError("prefetch", f"{prefetch!r} is no number of units", fix)
+        raise OptionError("prefetch", f"{prefetch!r} is not a number of units", fix)
 
 
 def bytes_of(option: str, size: object) -> int | None:
@@ -73,7 +73,7 @@ def bytes_of(option: str, size: object) -> int | None:
         count = size
     if count is None or not 1 <= count < math.inf:
         raise OptionError(
-            option, f"{size!r} is no size", "give a number of bytes, or a text such as '512 MiB' or '2 GB'"
+            option, f"{size!r} is not a size", "give a number of bytes, or a text such as '512 MiB' or '2 GB'"
         )
     return int(count)
 
@@ -88,7 +88,7 @@ def offload_of(option: str, place: object) -> Path | Literal["cpu"] | None:
         return place
     kind, _, folder = str(place).partition(":")
     if kind != "disk" or not folder:
-        raise OptionError(option, f"{place!r} is no place", "give 'disk:FOLDER', 'cpu' on a GPU, or leave it out")
+        raise OptionError(option, f"{place!r} is not a place", "give 'disk:FOLDER', 'cpu' on a GPU, or leave it out")
     return Path(folder)
 
 
@@ -103,7 +103,7 @@ def check_worlds(worlds: object) -> None:
     """Raise OptionError unless `worlds` is a sequence of numbers of ranks."""
     given = list(worlds) if isinstance(worlds, Sequence) else []
     if not given or any(isinstance(world, bool) or not isinstance(world, int) or world < 1 for world in given):
-        raise OptionError("worlds", f"{worlds!r} are no numbers of ranks", "give one or more, such as (8, 64)")
+        raise OptionError("worlds", f"{worlds!r} are not numbers of ranks", "give one or more, such as (8, 64)")
 
 
 def checkpoint_of(checkpoint: object) -> Literal["unit", "auto"] | int | float | None:
@@ -117,13 +117,13 @@ def checkpoint_of(checkpoint: object) -> Literal["unit", "auto"] | int | float |
     if isinstance(checkpoint, float):
         if not 0 < checkpoint < 1:
             fix = "give a share of the peak between 0 and 1, such as 0.5, or leave it out to save all"
-            raise OptionError("checkpoint", f"{checkpoint!r} is no share that has an effect", fix)
+            raise OptionError("checkpoint", f"{checkpoint!r} is not a share that has an effect", fix)
         return checkpoint
     try:
         return bytes_of("checkpoint", checkpoint)
     except OptionError as error:
         fix = "give 'unit', 'auto', a size such as '512 MiB', a share of the peak such as 0.5, or None to save all"
-        raise OptionError("checkpoint", f"{checkpoint!r} is no setting", fix) from error
+        raise OptionError("checkpoint", f"{checkpoint!r} is not a setting", fix) from error
 
 
 _FACTORS = {"": 1} | {
@@ -137,7 +137,7 @@ def check_dtype(option: str, dtype: object) -> None:
     """Raise OptionError unless `dtype` is a real floating-point dtype or None."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         fix = "choose torch.bfloat16, torch.float16 or torch.float32, or None for the model's own"
-        raise OptionError(option, f"{dtype!r} is no dtype to compute with", fix)
+        raise OptionError(option, f"{dtype!r} is not a dtype to compute with", fix)
 
 
 def check_wire(dtype: object, stage: int) -> None:
@@ -182,7 +182,7 @@ def check_gathered(layout: Layout, dtype: torch.dtype | None) -> None:
 def _check_wire_dtype(option: str, dtype: object, what: str) -> None:
     if dtype not in WIRE_DTYPES:
         fix = "choose torch.bfloat16 or torch.int8, or None to send them as they are"
-        raise OptionError(option, f"{dtype!r} is no dtype in which {what} can travel", fix)
+        raise OptionError(option, f"{dtype!r} is not a dtype in which {what} can travel", fix)
 
 
 FLAT = "flat"

@@ -372,7 +372,7 @@ def _ordered(passes: Iterable[Pass]) -> tuple[Pass, ...]:
     by_name = {step.name: step for step in passes}
     if len(by_name) != len(passes):
         double = next(step.name for step in passes if by_name[step.name] is not step)
-        raise PipelineError(f"pass {double!r}", "stands twice in the pipeline", "give one of the two another name")
+        raise PipelineError(f"pass {double!r}", "is in the pipeline twice", "give one of the two another name")
     graph: nx.DiGraph[str] = nx.DiGraph()
     graph.add_nodes_from(by_name)
     for step in passes:

@@ -89,9 +89,7 @@ class Tree:
             with self.engine.runtime.autocast():
                 return fragment.forward(*args, **kwargs)
         if within_transform():
-            problem = (
-                "is called within a transform of torch.func or forward-mode differentiation: programs have neither"
-            )
+            problem = "is called within torch.func or forward-mode differentiation, which programs do not support"
             fix = "do so within compiled.unsharded(), where it is the plain model, or use torch.autograd.grad"
             raise CaptureError(fragment.path or type(self.model).__name__, problem, fix)
         self.engine.runtime.delivery.forget()
@@ -468,7 +466,7 @@ class Fragment:
                 there: object = current
                 if there is not None and not isinstance(there, nn.Parameter):  # only functional_call does that
                     fix = "call torch.func.functional_call within compiled.unsharded()"
-                raise ParameterError(site.name, "was replaced or taken away after zcompile.compile", fix)
+                raise ParameterError(site.name, "was replaced or removed after zcompile.compile", fix)
         return result
 
 

@@ -122,7 +122,7 @@ class _Check:
                 fix = "call backward once, on the sum of the losses, or the first time with retain_graph=True"
             raise BackwardError("backward", problem, fix)
         if torch.is_grad_enabled():
-            fix = "leave create_graph=True out; compute what needs gradients of gradients in plain PyTorch"
+            fix = "do not pass create_graph=True; compute what needs gradients of gradients in plain PyTorch"
             raise BackwardError("backward", "compiled programs have no gradients of gradients", fix)
         self.call.begin(grads)
         self.call.delivery.flowing, self.call.delivery.kinds = flowing, None if all(flowing) else self.kinds
