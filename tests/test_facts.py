@@ -310,7 +310,7 @@ def test_more_units_full_than_the_prefetch_allows() -> None:
     with pytest.raises(ProgramError) as caught:
         zcompile.verify(program, [facts.units_bounded(1)], "after it")
     assert caught.value.problem == (
-        "while ya computes, 2 units besides its own are full: b_gather, c_gather; prefetch=1 allows 1"
+        "while ya computes, 2 other units are full: b_gather, c_gather; prefetch=1 allows 1"
     )
     assert any(line.startswith("-->") and "ya = region_0(a_full, x)" in line for line in str(caught.value).splitlines())
 

@@ -154,5 +154,5 @@ def _units_bounded(prefetch: int, program: Program) -> Iterator[Violation]:
             read = {argument.all_input_nodes[0].name for argument in full}
             ahead = [name for name in live if name not in read]
             if len(ahead) > prefetch + (not read):
-                problem = f"while {node.name} computes, {len(ahead)} units besides its own are full: {', '.join(ahead)}"
+                problem = f"while {node.name} computes, {len(ahead)} other units are full: {', '.join(ahead)}"
                 yield Violation(node, f"{problem}; prefetch={prefetch} allows {prefetch}")
