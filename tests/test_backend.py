@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -542,6 +544,32 @@ def test_compiled_modules_are_looked_for_once_an_optimizer(rank: int) -> None:
     assert 0 < first == second == third
 
 
+def test_looking_for_compiled_modules_does_not_disturb_other_threads() -> None:
+    """Whoever holds all live objects holds the tuples that threads are building, which end with a SystemError then."""
+    errors, over = list[BaseException](), threading.Event()
+
+    def build() -> None:
+        try:
+            while not over.is_set():
+                tuple(number for number in range(40))
+        except SystemError as error:
+            errors.append(error)
+
+    threads, interval = [threading.Thread(target=build) for _ in range(2)], sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-6)
+        for thread in threads:
+            thread.start()
+        for _ in range(10):
+            list(modules_given_to(()))
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
+
+
 def test_a_second_and_a_stale_backward_are_refused() -> None:
     model, called = compiled()
     loss = called(*batch("mlp", 0, 0))
@@ -560,7 +588,7 @@ def test_a_second_and_a_stale_backward_are_refused() -> None:
     [
         ({"stage": 7}, "7 is not a ZeRO stage"),
         ({"backend": "eagre"}, "did you mean 'eager'"),
-        ({"dtype": int}, "no dtype"),
+        ({"dtype": int}, "is not a dtype"),
     ],
 )
 def test_options_that_cannot_be_meant(options: dict[str, Any], message: str) -> None:

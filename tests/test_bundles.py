@@ -227,7 +227,7 @@ def test_values_of_which_tensor_parallel_ranks_have_only_some_alike_are_not_mixe
 
 
 def test_a_star_takes_results_of_regions_only() -> None:
-    with pytest.raises(zcompile.ParseError, match="no region"):
+    with pytest.raises(zcompile.ParseError, match="not a region"):
         program(FORWARD.replace("a_out, *a_saved = region_0(a_full, x)", "a_out, *a_saved = aten.topk.default(x, 2)"))
 
 

@@ -95,7 +95,7 @@ MUTANTS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         FORWARD,
         r"region_0\(tokens_full,",
         "region_0(tokens_gather,",
-        "no full unit",
+        "not a full unit",
     ),
     "no wait for a reduction": (
         {},
@@ -261,13 +261,13 @@ MUTANTS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         r"\1    again = all_gather(tokens, tokens_full)\n",
         "gathers tokens from what are not its secondary shards",
     ),
-    "an unknown function": ({}, FORWARD, r"release\(tokens_full\)", "free(tokens_full)", "no function that is known"),
+    "an unknown function": ({}, FORWARD, r"release\(tokens_full\)", "free(tokens_full)", "not a function that is known"),
     "an unknown statement": (
         {},
         FORWARD,
         r"    (release\(tokens_full\))",
         r"    if tokens: \1",
-        "no statement of a program",
+        "not a statement of a program",
     ),
     "a function's name for a value": ({}, FORWARD, r"loss, ", "wait, ", "name of a function"),
 }

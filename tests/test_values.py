@@ -327,12 +327,12 @@ def write_by_itself(value: torch.Tensor) -> torch.Tensor:
 
 
 EFFECTS: dict[str, tuple[Any, Callable[[fx.Node], tuple[Any, ...]], str]] = {
-    "a write by an operator": (operator.imul, lambda value: (value, 2.0), "no operation of a traced graph"),
-    "a write to an item": (operator.setitem, lambda value: (value, 0, 3.0), "no operation of a traced graph"),
+    "a write by an operator": (operator.imul, lambda value: (value, 2.0), "not an operation of a traced graph"),
+    "a write to an item": (operator.setitem, lambda value: (value, 0, 3.0), "not an operation of a traced graph"),
     "a method": ("mul_", lambda value: (value, 2.0), "a call_method, which its text has not"),
-    "a seed": (torch.manual_seed, lambda value: (7,), "no operation of a traced graph"),
-    "a draw that is not numbered": (torch.rand, lambda value: (3,), "no operation of a traced graph"),
-    "a function": (write_by_itself, lambda value: (value,), "no operation of a traced graph"),
+    "a seed": (torch.manual_seed, lambda value: (7,), "not an operation of a traced graph"),
+    "a draw that is not numbered": (torch.rand, lambda value: (3,), "not an operation of a traced graph"),
+    "a function": (write_by_itself, lambda value: (value,), "not an operation of a traced graph"),
     "statistics that are written": (
         torch.ops.aten.native_batch_norm.default,
         lambda value: (value, None, None, value, value, True, 1.0, 1e-5),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import RankMemory
 from zcompile.errors import OptionError
 from zcompile.ir.layout import Hybrid
+from zcompile.ir.text_console import TextConsole
 
 WIDE = 140
 """Least console width, in columns, at which tables show memory by kind."""
@@ -132,9 +132,9 @@ class PrintedPlan:
     """The plural noun for what is compared, for `repr`."""
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        self.print(Console(file=out, width=140))
-        return out.getvalue()
+        console = TextConsole(160)
+        self.print(console)
+        return console.text
 
     def __repr__(self) -> str:
         many = f"{len(self.forecasts)} {self._compared}"

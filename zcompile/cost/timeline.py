@@ -15,7 +15,6 @@ These five add up to the time of the step. A line begins where the one before it
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -26,11 +25,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from zcompile.ir.operation import Phase
 from zcompile.ir.tensor_type import human_bytes
+from zcompile.ir.text_console import TextConsole
 from zcompile.runtime.recorder import Line, Moment, RecordedRun, StepRecord
 
 
@@ -203,8 +202,7 @@ class Timeline:
     # -- reports --------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        console = Console(file=out, width=110)
+        console = TextConsole(110)
         kind = "training step" if self.trains else "call without gradients"
         clock = "predicted" if self.predicted else f"times of the {'CUDA stream' if self.device else 'host'}"
         console.print(f"{kind} {self.number}, rank {self.rank} of {self.world}: {_ms(self.seconds)} ms ({clock})")
@@ -212,7 +210,7 @@ class Timeline:
             console.print("Programs were traced and compiled in it, within the call of the model.")
         for table in (self._summary(), self._units(), self._overheads(), self._slowest()):
             console.print(table)
-        return out.getvalue()
+        return console.text
 
     def _summary(self) -> Table:
         table = Table("spent on", "ms", "share", title="the step", title_justify="left")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -18,6 +16,7 @@ from zcompile.ir.actions import ActionTable
 from zcompile.ir.parser import parse
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
+from zcompile.ir.text_console import TextConsole
 from zcompile.report.explain import layout_line, stage_bytes
 from zcompile.schedule.pipeline import Journal
 
@@ -57,8 +56,7 @@ def _fusing(program: Program, *, fuses: bool) -> Program:
 
 def explain_pipeline(programs: Sequence[Program], table: ActionTable, hardware: Hardware) -> str:
     """A table of the stages, memory, messages and busy time of each pipeline rank, predicted for `hardware`."""
-    out = io.StringIO()
-    console = Console(file=out, width=110)
+    console = TextConsole(110)
     timelines = simulate_pipeline(programs, hardware)
     step = max(timeline.seconds for timeline in timelines)
     console.print(f"{table.stages} pipeline stages on {len(programs)} ranks, {table.microbatches} micro-batches")
@@ -82,4 +80,4 @@ def explain_pipeline(programs: Sequence[Program], table: ActionTable, hardware: 
     console.print(shown)
     for note in dict.fromkeys(note for program in programs for note in program.notes):
         console.print(note, soft_wrap=True, markup=False, highlight=False)
-    return out.getvalue()
+    return console.text

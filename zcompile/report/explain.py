@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import fx
@@ -18,6 +16,7 @@ from zcompile.ir.ops import AllGather, Call, Communication, GatherAhead, Release
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective
 from zcompile.ir.tensor_type import human_bytes
+from zcompile.ir.text_console import TextConsole
 from zcompile.torch_internals.dynamo import FailOnRecompileLimitHit
 
 
@@ -66,8 +65,7 @@ def explain(
 
     `remarks`: automatic choices and their reasons.
     """
-    out = io.StringIO()
-    console = Console(file=out, width=110)
+    console = TextConsole(110)
     psi = sum(param.nbytes for param in layout.params)
     count = sum(param.numel for param in layout.params)
     console.print(f"{layout_line(layout)}: {count:,} parameters, {human_bytes(psi)}")
@@ -94,7 +92,7 @@ def explain(
         console.print(_overlap_table(program))
     if programs:
         console.print(f"\n{regions} distinct regions compiled for {sum(len(p.nodes(Call)) for p in programs)} calls")
-    return out.getvalue()
+    return console.text
 
 
 def layout_line(layout: Layout) -> str:

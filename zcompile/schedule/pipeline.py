@@ -7,7 +7,6 @@ every later pass. The order follows from them: a pass runs after all passes that
 from __future__ import annotations
 
 import functools
-import io
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from enum import Flag, auto
 from typing import Any, Protocol
 
 import networkx as nx
-from rich.console import Console
 from rich.table import Table
 from torch import fx
 
@@ -39,6 +37,7 @@ from zcompile.facts.fact import first_violation
 from zcompile.ir.layout import Layout, Stage
 from zcompile.ir.operation import data, has_data
 from zcompile.ir.program import Program
+from zcompile.ir.text_console import TextConsole
 from zcompile.proof.terms import Rule
 from zcompile.proof.values import RankValues, TracedValues
 
@@ -361,9 +360,9 @@ class Pipeline:
             table.add_column(heading, overflow="fold")
         for step in self.passes:
             table.add_row(step.name, "\n".join(map(str, step.requires)), "\n".join(map(str, step.ensures)))
-        text = io.StringIO()
-        Console(file=text, width=120).print(table)
-        return text.getvalue().rstrip()
+        console = TextConsole(120)
+        console.print(table)
+        return console.text.rstrip()
 
 
 def _ordered(passes: Iterable[Pass]) -> tuple[Pass, ...]:
