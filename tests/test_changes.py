@@ -172,7 +172,7 @@ def test_parameters_put_into_a_submodule_are_refused_by_name_at_every_call(chang
 def test_a_parameter_that_is_taken_away_is_an_error_and_not_a_crash() -> None:
     _, compiled = both()
     del compiled.blocks[1].linear.weight
-    with pytest.raises(ParameterError, match=r"^blocks\.1\.linear\.weight: was replaced or taken away"):
+    with pytest.raises(ParameterError, match=r"^blocks\.1\.linear\.weight: was replaced or removed"):
         compiled(torch.ones(3, 4))
 
 

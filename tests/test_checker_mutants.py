@@ -261,7 +261,7 @@ MUTANTS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         r"\1    again = all_gather(tokens, tokens_full)\n",
         "gathers tokens from what are not its secondary shards",
     ),
-    "an unknown function": ({}, FORWARD, r"release\(tokens_full\)", "free(tokens_full)", "not a function that is known"),
+    "an unknown function": ({}, FORWARD, r"release\(tokens_full\)", "free(tokens_full)", "not a function that"),
     "an unknown statement": (
         {},
         FORWARD,

@@ -140,7 +140,7 @@ TIED, PLAIN, FORWARDS = "1f1b, stage 3, tied", "1f1b, stage 1", "gpipe, stage 0"
         (TIED, 0, r"\n +m0_(\w+) = recv\(", r"\n    m0_\1 = rcv(", "rcv is not a function"),
         (TIED, 0, r"(m0_x,[^\n]*\n)(.*?)(        m1_x,[^\n]*\n)", r"\3\2        \1", "is not what was traced"),
         (TIED, 0, r"(        blocks_0,[^\n]*\n)(        blocks_1,[^\n]*\n)", r"\2\1", "is not what is given there"),
-        (TIED, 0, r"\n    update\(", "\n    copy(", "does nothing|no value|is missing"),
+        (TIED, 0, r"\n    update\(", "\n    copy(", "has no name|not a value|is missing"),
         (TIED, 0, r"source=1", "source=0", "comes after"),
         (TIED, 1, r"'f32\[2, 4\]'", "'f32[4, 2]'", "receives as"),
         (PLAIN, 1, r"return \[(\w+), (\w+)", r"return [\2, \1", r"result \d of micro-batch 0 is not what was traced"),

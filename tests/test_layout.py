@@ -234,7 +234,7 @@ def test_a_pattern_that_matches_only_modules_without_parameters_is_refused() -> 
 
 
 def test_patterns_that_match_a_module_and_its_part_are_refused() -> None:
-    with pytest.raises(OptionError, match=r"'blocks\.0\.mlp' lies inside 'blocks\.0'"):
+    with pytest.raises(OptionError, match=r"'blocks\.0\.mlp' is inside 'blocks\.0'"):
         layout_of(GPT(layers=2), units=["blocks.[0-9]", "blocks.0.mlp"])
 
 
@@ -430,7 +430,7 @@ def test_a_function_chooses_the_units() -> None:
     assert list(params_of(layout))[:2] == ["tokens", "positions"]
     with pytest.raises(OptionError, match="true for no module"):
         layout_of(GPT(layers=2), units=lambda path, module: False)
-    with pytest.raises(OptionError, match=r"lies inside 'blocks\.0'"):
+    with pytest.raises(OptionError, match=r"is inside 'blocks\.0'"):
         layout_of(GPT(layers=2), units=lambda path, module: path.startswith("blocks."))
 
 

@@ -363,7 +363,7 @@ def test_what_cannot_be_divided_is_refused(
 
 def test_without_an_axis_of_sequences_nothing_is_divided() -> None:
     program = traced(MODELS["gpt"](), 2)
-    with pytest.raises(OptionError, match="there is no axis for them"):
+    with pytest.raises(OptionError, match="the mesh has no axis for them"):
         divide_sequence(replace(program, layout=replace(program.layout, axes=program.layout.axes[:1])))
 
 
