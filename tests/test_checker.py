@@ -252,7 +252,7 @@ def test_other_versions_and_what_is_no_manifest_are_refused(dump: Path) -> None:
         (json.dumps({**whole, "programs": {}}), "names no program"),
         (json.dumps({**whole, "programs": []}), "cannot be read"),
         (json.dumps({**whole, "programs": {"../elsewhere": whole["programs"]["program_0"]}}), "in the dump"),
-        (json.dumps({**whole, "programs": {"program_0": {"files": {FORWARD: 5}, "rules": []}}}), "no numbers"),
+        (json.dumps({**whole, "programs": {"program_0": {"files": {FORWARD: 5}, "rules": []}}}), "not numbers"),
         ("[]", "cannot be read"),
         ("{", "cannot be read"),
     ]

@@ -73,7 +73,7 @@ ROOMS = {
 
 LINES = {
     "zcompile": 1_810,
-    "zcompile/cost": 2_730,
+    "zcompile/cost": 2_750,
     "zcompile/engine": 5_580,
     "zcompile/facts": 790,
     "zcompile/frontend": 1_510,

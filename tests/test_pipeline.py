@@ -107,7 +107,7 @@ def test_a_pass_does_not_ensure_its_own_requirement() -> None:
 
 
 def test_two_passes_of_one_name_are_refused() -> None:
-    with pytest.raises(PipelineError, match="'a': stands twice"):
+    with pytest.raises(PipelineError, match="'a': is in the pipeline twice"):
         built(step("a"), step("a"))
 
 

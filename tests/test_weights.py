@@ -243,11 +243,11 @@ def test_weights_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     torch.save({"model": Stack().state_dict()}, tmp_path / "nested.pt")
     for source, message in [
         (tmp_path / "nowhere", "does not exist"),
-        (tmp_path / "text.safetensors", "no safetensors file"),
+        (tmp_path / "text.safetensors", "not a safetensors file"),
         (tmp_path / "cut.safetensors", "does not hold all of"),
         (tmp_path / "text.pt", "cannot be read"),
         (tmp_path / "folder", "folder without weights"),
-        (tmp_path / "nested.pt", "model of .* is not a tensor but "),
+        (tmp_path / "nested.pt", "model of .* is a OrderedDict, no tensor"),
         (on_meta(Stack).state_dict(), "inner.weight of the mapping is on the meta device"),
     ]:
         with pytest.raises(zcompile.OptionError, match=message):

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import RankMemory
+from zcompile.cost.text_console import TextConsole
 from zcompile.errors import OptionError
 from zcompile.ir.layout import Hybrid
-from zcompile.ir.text_console import TextConsole
 
 WIDE = 140
 """Least console width, in columns, at which tables show memory by kind."""

@@ -27,9 +27,9 @@ from typing import Any
 
 from rich.table import Table
 
+from zcompile.cost.text_console import TextConsole
 from zcompile.ir.operation import Phase
 from zcompile.ir.tensor_type import human_bytes
-from zcompile.ir.text_console import TextConsole
 from zcompile.runtime.recorder import Line, Moment, RecordedRun, StepRecord
 
 

@@ -95,7 +95,7 @@ def _from_mapping(mapping: Mapping[str, Any], source: str) -> Weights:
             fix = "save it by torch.distributed.checkpoint and give the folder, or give p.full_tensor() of each"
             raise OptionError("weights", f"{name} of {source} is a DTensor, a part of which is elsewhere", fix)
         if not isinstance(value, torch.Tensor) or value.is_meta:
-            kind = "on the meta device" if isinstance(value, torch.Tensor) else f"no tensor but {type(value).__name__}"
+            kind = "on the meta device" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}, no tensor"
             fix = "give the model's own state_dict, names to tensors"
             raise OptionError("weights", f"{name} of {source} is {kind}", fix)
     kinds = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in mapping.items()}

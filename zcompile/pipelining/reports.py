@@ -12,11 +12,11 @@ from rich.table import Table
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import model_state, peak_bytes
 from zcompile.cost.simulator import idle_share, simulate_pipeline
+from zcompile.cost.text_console import TextConsole
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.parser import parse
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
-from zcompile.ir.text_console import TextConsole
 from zcompile.report.explain import layout_line, stage_bytes
 from zcompile.schedule.pipeline import Journal
 

@@ -10,13 +10,13 @@ from rich.table import Table
 from torch import fx
 
 from zcompile.cost.memory import model_state, most_kept, peak_bytes
+from zcompile.cost.text_console import TextConsole
 from zcompile.ir.layout import Layout, cost_of
 from zcompile.ir.operation import Role, data, op_of
 from zcompile.ir.ops import AllGather, Call, Communication, GatherAhead, Release, Send
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective
 from zcompile.ir.tensor_type import human_bytes
-from zcompile.ir.text_console import TextConsole
 from zcompile.torch_internals.dynamo import FailOnRecompileLimitHit
 
 

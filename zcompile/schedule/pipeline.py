@@ -17,6 +17,7 @@ import networkx as nx
 from rich.table import Table
 from torch import fx
 
+from zcompile.cost.text_console import TextConsole
 from zcompile.errors import PipelineError, ZcompileError, nearest
 from zcompile.facts import (
     GATHERED_BEFORE_USE,
@@ -37,7 +38,6 @@ from zcompile.facts.fact import first_violation
 from zcompile.ir.layout import Layout, Stage
 from zcompile.ir.operation import data, has_data
 from zcompile.ir.program import Program
-from zcompile.ir.text_console import TextConsole
 from zcompile.proof.terms import Rule
 from zcompile.proof.values import RankValues, TracedValues
 

@@ -160,23 +160,20 @@ def modules_given_to(backends: Sequence[object]) -> Iterator[torch.nn.Module]:
     Searches what refers to their contexts, which takes about 0.1 s. A list of all live objects would also hold tuples
     that other threads are building, in which Python then raises SystemError.
     """
-    contexts = [context for context in _referrers(_subclasses(_TorchDynamoContext)) if _backend_of(context) in backends]
+    contexts = [
+        context for context in gc.get_referrers(*_subclasses(_TorchDynamoContext)) if _backend_of(context) in backends
+    ]
     if not contexts:
         return
-    for found in _referrers(_subclasses(OptimizedModule)):
+    for found in gc.get_referrers(*_subclasses(OptimizedModule)):
         if isinstance(found, OptimizedModule) and found.dynamo_ctx in contexts:
             yield found._orig_mod
-    closures = _referrers([cell for cell in _referrers(contexts) if isinstance(cell, CellType)])
-    for found in _referrers([closure for closure in closures if isinstance(closure, tuple)]):
+    closures = gc.get_referrers(*(cell for cell in gc.get_referrers(*contexts) if isinstance(cell, CellType)))
+    for found in gc.get_referrers(*(closure for closure in closures if isinstance(closure, tuple))):
         if isinstance(found, FunctionType) and "_torchdynamo_orig_callable" in vars(found):  # module.compile(), forward
             module = _owner(vars(found)["_torchdynamo_orig_callable"])
             if isinstance(module, torch.nn.Module):
                 yield module
-
-
-def _referrers(objects: Collection[object]) -> list[Any]:
-    """Objects that refer to some of these; without objects, none."""
-    return gc.get_referrers(*objects) if objects else []
 
 
 def _subclasses(kind: type[Any]) -> set[type[Any]]:

@@ -8,11 +8,7 @@ from rich.console import Console
 
 
 class TextConsole(Console):
-    """Collects what is printed as plain text of `width` columns.
-
-    In a notebook a Console shows its output at once, whatever its file is, and with FORCE_COLOR it writes escape
-    sequences.
-    """
+    """Collects plain text of `width` columns, also in a notebook, where rich shows all output, and with FORCE_COLOR."""
 
     def __init__(self, width: int) -> None:
         self._out = io.StringIO()
