@@ -27,16 +27,13 @@ import torch
 
 from examples.own_pass import WAIT_AT_END, Net
 from zcompile.cost.hardware import load_profile
-from zcompile.cost.memory import model_state, peak_bytes
-from zcompile.ir.axis import Axis, AxisKind, axes_of
+from zcompile.cost.memory import model_state
+from zcompile.ir.axis import axes_of
 from zcompile.ir.layout import STAGES, Hybrid
 from zcompile.ir.operation import Phase
-from zcompile.ir.ops import AllGather, Reduce, Send
 from zcompile.ir.printer import lines_with_nodes
 from zcompile.ir.program import Program
 from zcompile.model.units import make_layout
-from zcompile.pipelining.action_tables import action_table
-from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite
 from zcompile.proof.dumps import prove_dump
 from zcompile.report.dumps import write_dump
 from zcompile.schedule.options import Options
@@ -141,7 +138,7 @@ def stages_page() -> str:
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         columns = [list(_statements(program.phase(phase))) for program in made.values()]
         parts.append(f"\n## {str(phase).capitalize()}\n\n{_table(list(made), columns)}")
-    return "".join([*parts, _two_levels(), _in_pipelines()])
+    return "".join([*parts, _two_levels()])
 
 
 NODES, RANKS = 2, 4
@@ -178,40 +175,6 @@ def _two_levels() -> str:
             figures = (f"{nbytes:,}" for nbytes in (model_state(layout).nbytes, beside, inside, across))
             rows.append(f"| {shard} | {'1 and 2' if stage == 1 else stage} | {' | '.join(figures)} | {formula} |")
     return LEVELS.format(psi=f"{psi:,}") + "\n".join(rows) + "\n"
-
-
-STEPS = (2, 2, 4)
-"""Ranks along the pipeline axis and data-parallel ones, and micro-batches."""
-PIPELINES = """
-## In a pipeline
-
-The same layers on {} pipeline stages of {} data-parallel ranks each, with {} micro-batches and [1F1B](pipelines.md).
-The table describes one step of the first rank. Each gather or reduction is for one unit. "Sent" is bytes sent to ranks
-with the same units, and "ahead" is bytes sent to the next pipeline stage. "Held" is the predicted peak of bytes without
-shards and optimizer state.
-
-"""
-
-
-def _in_pipelines() -> str:
-    """A table of the costs of each stage in a pipeline."""
-    pipeline, data, microbatches = STEPS
-    headings = ("stage", "gathers", "reductions", "sent", "ahead", "held")
-    rows = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
-    with torch.device("meta"):
-        model, x = Net(4), torch.empty(8, 64)
-    traced, table = trace(model, (x,)), action_table("1f1b", pipeline, microbatches)
-    axes = Axis("pp", AxisKind.PIPELINE, pipeline, data), Axis("dp", AxisKind.SHARD, data)
-    for stage in STAGES:
-        laid_out = replace(traced, layout=make_layout(model, stage, axes))
-        place = PipelinePlace(table, 0, "pp", choose_starts(laid_out, table, None))
-        options = Options(stage=stage.number, prefetch=PREFETCH)
-        program = rewrite(laid_out, place, options).program
-        counts = [len(program.nodes(kind)) for kind in (AllGather, Reduce)]
-        ahead = sum(traffic.sent for node in program.nodes(Send) if (traffic := program.traffic(node)))
-        figures = [stage.number, *counts, program.volumes()["dp"], ahead, peak_bytes(program)]
-        rows.append("| " + " | ".join(f"{figure:,}" for figure in figures) + " |")
-    return PIPELINES.format(*STEPS) + "\n".join(rows) + "\n"
 
 
 def _statements(program: Program) -> Iterator[str]:

@@ -18,7 +18,7 @@ from zcompile.ir.ops import Results, WaitReduce
 
 
 def wait_at_end(program: zcompile.Program) -> zcompile.Program:
-    """Move the wait of every reduction behind all compute."""
+    """Move the wait of every reduction after all compute."""
     program = program.copy()
     (end,) = program.nodes(Results)
     for wait in program.nodes(WaitReduce):

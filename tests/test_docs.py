@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import nn
 
 import zcompile
@@ -27,6 +28,7 @@ from zcompile.ir import ops
 from zcompile.ir.operation import Phase
 from zcompile.ir.ops import AllGather, Call, Release, WaitReduce
 from zcompile.schedule.pipeline import ALWAYS
+from zcompile.tools.command_line import app
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,7 +74,7 @@ def test_the_quick_start_trains(tmp_path: Path) -> None:
     assert "all_gather(" in ended.stdout
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_the_complete_script_trains_and_goes_on_with_another_world(tmp_path: Path) -> None:
     section = (ROOT / "README.md").read_text().partition("\n## A complete script\n")[2]
     (script,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
@@ -262,3 +264,50 @@ def test_a_pass_that_is_mistaken_does_not_get_far(change: Callable[..., zcompile
     page = (ROOT / "docs" / "passes.md").read_text()
     (shown,) = re.findall(rf"^    ProgramError: (after {change.__name__}:.*\n.*)$", page, re.MULTILINE)
     assert " ".join(str(raised.value).split()).startswith(" ".join(shown.split()))
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def commands() -> list[str]:
+    """The commands of all pages, in blocks and in sentences."""
+    found = []
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        text = page.read_text()
+        lines = "\n".join(re.findall(r"^```(?:sh|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
+        spans = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+        found += [line.removeprefix("$ ").partition("  #")[0].strip() for line in (*lines, *spans)]
+    return [re.sub(r"^([A-Z_]+=\S* )+", "", one) for one in found]
+
+
+def test_commands_of_the_pages_are_there() -> None:
+    made = {name for name, _ in re.findall(r"^([a-z-]+):(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)}
+    ours: Any = typer.main.get_command(app)
+    measures = "\n".join(path.read_text() for path in (ROOT / "benchmarks").glob("**/*.py"))
+    checked = 0
+    for command in commands():
+        head, *words = command.split() or [""]
+        given = (
+            [word.partition("=")[0] for word in words[: words.index("--")] if word != "--"] if "--" in words else words
+        )
+        options = {word.partition("=")[0] for word in given if re.fullmatch(r"--?[a-z][a-z-]*(=.*)?", word)}
+        if head == "zcompile" and words and re.fullmatch("[a-z]+", words[0]):
+            known = {name for one in ours.commands[words[0]].params for name in one.opts}
+            assert options - {"--help"} <= known, command
+        elif head == "make" and words and re.fullmatch("[a-z-]+", words[0]):
+            assert words[0] in made, command
+        elif head == "python" and words[:1] == ["-m"]:
+            path = ROOT / words[1].replace(".", "/")
+            assert path.exists() or path.with_suffix(".py").exists() or importlib.util.find_spec(words[1]), command
+            assert words[1].partition(".")[0] != "benchmarks" or all(
+                f'"{name}"' in measures for name in options - {"-m"}
+            )
+        elif head in ("pytest", "python", "torchrun"):
+            paths = [
+                word.partition("::")[0] for word in words if re.fullmatch(r"(tests|examples|docs|benchmarks)/\S+", word)
+            ]
+            assert all((ROOT / path).exists() for path in paths), command
+        else:
+            continue
+        checked += 1
+    assert checked > 100

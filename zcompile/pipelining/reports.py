@@ -63,7 +63,7 @@ def explain_pipeline(programs: Sequence[Program], table: ActionTable, hardware: 
     console.print(f"{layout_line(programs[0].layout)} (of the ranks that have the same stages)")
     idle = f"{idle_share(timelines):.1%} of the time of all ranks idle"
     console.print(f"predicted for {hardware.name}: {step * 1e3:.4g} ms a step, {idle}")
-    shown = Table("rank", "stages", "units", "model state", "in flight", "sends", "peak beside it", "busy")
+    shown = Table("rank", "stages", "units", "model state", "in flight", "sends", "peak besides", "busy")
     for rank, (program, timeline) in enumerate(zip(programs, timelines, strict=True)):
         units = [unit.name for unit in program.layout.units]
         busy = (timeline.compute + timeline.optimizer) / step if step else 0.0

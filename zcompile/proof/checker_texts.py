@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from zcompile.errors import ProofError
 
-FIX = "write the dump again; if it is as it was written, a pass has changed what the program computes"
+FIX = "write the dump again; if the dump is unchanged, a pass has changed what the program computes"
 _TYPE = re.compile(r"(=?)&?(\w+)\[([^\]]*)\](?:@\d+)?")
 _COMMENT = re.compile(r"""(?:[^'"#]|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")*(#.*)?""")
 _MARGIN = re.compile(

@@ -29,7 +29,7 @@ from zcompile.proof.rank_events import PHASES, Act, RankEvent, RankEvents, read_
 
 Ranks = Mapping[int, RankEvents]
 _SUBJECT = "the ranks' communications"
-_FIX = "let all who take part launch the same, in one order: see docs/design.md"
+_FIX = "make all participants launch the same communications, in one order: see docs/design.md"
 
 
 def check_ranks(ranks: Ranks) -> None:

@@ -250,7 +250,7 @@ class Verified:
             if journal.is_own:
                 return _fix_of_zcompile(violation.node)
             if fact == values.fact:
-                return f"fix the pass {step.name}; one that means to change values says so by its rules"
+                return f"fix the pass {step.name}; a pass that changes values on purpose must declare rules"
             return _fix_of_pass(step.name, self.program, fact, violation, journal.entries)
 
         verify(after, (*facts, values.fact), f"after {step.name}", advice)
