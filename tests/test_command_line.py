@@ -402,6 +402,9 @@ def test_prove_reads_the_steps_of_a_pipeline(run: Run, tmp_path: Path) -> None:
     assert re.search(
         r"error: rank_1/program_0/step.py line \d+.*: result 0 of micro-batch 1 is not what was traced", err
     )
+    assert re.search(
+        r"It has\n.*\btokens of micro-batch 0\b.*\n.*the traced step has\n.*\btokens of micro-batch 1\b", err
+    )
 
 
 @pytest.mark.slow
@@ -433,6 +436,8 @@ def test_an_inspected_train_step_has_its_updates(run: Run, tmp_path: Path) -> No
         (["plan", "llama:9b"], "model: llama:9b is not a known size"),
         (["plan", "fac.py:make", "--mesh", "auto", "--html", "plan.html"], "html: is not compared over meshes"),
         (["plan", "fac.py:make", "--mesh", "auto", "-w", "2", "-w", "4"], "world: is given 2 times"),
+        (["plan", "fac.py:make", "--batch", "4"], "batch: does not apply here: the factory makes the batch"),
+        (["inspect", "fac.py:make", "-s", "4"], "sequence: does not apply here: the factory makes the batch"),
         (["plan", "fac.py:make", "--global-batch", "4"], "global_batch: is for --mesh auto"),
         (["plan", "nothing"], "nothing: does not name a model"),
         (["plan", "fac.py:fails"], "fac.py:fails: raised ValueError: no [bold]luck[/]"),

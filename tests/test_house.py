@@ -86,13 +86,13 @@ LINES = {
     "zcompile/report": 1_550,
     "zcompile/schedule": 1_600,
     "zcompile/state": 1_660,
-    "zcompile/tools": 4_690,
+    "zcompile/tools": 4_710,
     "zcompile/torch_internals": 1_660,
     "passes": 5_360,
     "runtime": 8_810,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 53_550
+MOST_LINES = 53_580
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

@@ -111,9 +111,9 @@ class TermTable:
 
     def text(self, term: int, depth: int) -> str:
         """Return a term as readable text: `mm(x, t(full(layers.0.weight)))`."""
-        head, args = self.heads[term], self.args[term]
+        (head, *batch), args = self.heads[term].partition(" of micro-batch "), self.args[term]
         if not args:
-            return self.names.get(term) or _LITERAL.sub("", head)
+            return (self.names.get(term) or _LITERAL.sub("", head)) + "".join(batch)
         name, *keywords = head.split("|")
         parts = [self.text(arg, depth - 1) for arg in args] if depth else ["..."]
         if depth and keywords:
@@ -136,12 +136,14 @@ class TermTable:
         where, lines = location_text(place)
         given, same = self.routes.get(found, {}), zip_longest(self.args[found], self.args[wanted])
         differing = [mine for mine, traced in same if mine != traced] if "." in self.heads[found] else given
-        routes = [given.get(term, ()) for term in differing]
-        if passed := dict.fromkeys(location_text(line)[0] for via in routes for line in via):
+        if passed := dict.fromkeys(location_text(line)[0] for term in differing for line in given.get(term, ())):
             lines += f"\n  given what came by {', '.join(passed)}"
+        origin = "".join(location_text(self.places[wanted])) if wanted < known else ""
+        while self.args[found] and self.text(found, 8) == self.text(wanted, 8):  # they differ deeper
+            parts = zip(self.args[found], self.args[wanted], strict=False)
+            found, wanted = next((pair for pair in parts if pair[0] != pair[1]), (0, 0))
         texts = [(self.text(found, depth), self.text(wanted, depth)) for depth in (2, 3, 5, 8)]
         have, want = next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
-        origin = "".join(location_text(self.places[wanted])) if wanted < known else ""
         problem = f"{what} is not what was traced{lines}\n  It has\n    {have}\n  where the traced step has\n    {want}"
         return ProofError(where, f"{problem}\n  of {origin}" if origin else problem, FIX)
 

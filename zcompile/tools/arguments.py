@@ -22,6 +22,8 @@ from zcompile.tools.choices import OWN, two_sizes
 if TYPE_CHECKING:
     import torch
 
+    from zcompile.tools.named_models import Subject
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -50,6 +52,21 @@ def is_given(context: typer.Context, name: str) -> bool:
     """True if an option was given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
+
+
+def model_of(context: typer.Context, name: str) -> Subject:
+    """Return the model that a command was given, with a batch of --batch and --sequence.
+
+    Raises:
+        OptionError: one of these was given for a factory, which makes its own batch.
+    """
+    from zcompile.tools.named_models import is_factory, subject_of
+
+    sizes = {size: context.params[size] for size in ("batch", "sequence")}
+    for size in sizes:
+        if is_factory(name) and is_given(context, size):
+            raise OptionError(size, "does not apply here: the factory makes the batch", "leave it out")
+    return subject_of(name, **sizes)
 
 
 def sizes_of(mesh: str, problem: str, fix: str) -> tuple[int, int]:

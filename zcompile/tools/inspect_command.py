@@ -21,6 +21,7 @@ from zcompile.tools.arguments import (
     chunk_of,
     dtype_of,
     is_given,
+    model_of,
     sizes_of,
 )
 from zcompile.tools.choices import OWN, SCHEDULES
@@ -86,7 +87,6 @@ def inspect_command(
     from zcompile.cost.hardware import load_profile
     from zcompile.schedule.options import Options
     from zcompile.tools import inspection
-    from zcompile.tools.named_models import subject_of
 
     device = load_profile(hardware)
     _check_given(context, is_script=subject.endswith(".py"), pipelined=mesh is not None)
@@ -101,7 +101,7 @@ def inspect_command(
             dtype=dtype_of(dtype),
             memory_limit=memory_limit,
         )
-        given = subject_of(subject, batch=batch, sequence=sequence)
+        given = model_of(context, subject)
         if mesh is not None:
             asked = schedule, microbatches, split or None
             sizes = sizes_of(mesh, "is not a mesh", "give STAGESxRANKS, such as 4x2")

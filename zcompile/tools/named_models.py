@@ -55,15 +55,24 @@ def subject_of(name: str, *, batch: int, sequence: int) -> Subject:
         SubjectError: it does not exist, or cannot be read or made.
         OptionError: the SIZE in gpt:SIZE or llama:SIZE is unknown.
     """
+    if is_factory(name):
+        return _made(name)
     if ":" in name and name.partition(":")[0] in NAMED:
         return _named(name, batch, sequence)
     path = Path(name)
-    if path.is_dir() or path.suffix == ".json":
+    if _is_config(path):
         return _hugging_face(path, batch, sequence)
-    if ":" in name:
-        return _made(name)
     fix = "give gpt:SIZE, llama:SIZE, module:factory, file.py:factory, or the folder of a Hugging Face config"
     raise SubjectError(name, "does not name a model", fix)
+
+
+def is_factory(name: str) -> bool:
+    """True for a name such as module:factory."""
+    return ":" in name and name.partition(":")[0] not in NAMED and not _is_config(Path(name))
+
+
+def _is_config(path: Path) -> bool:
+    return path.is_dir() or path.suffix == ".json"
 
 
 def raised(error: BaseException, file: Path) -> str:

@@ -28,6 +28,7 @@ from zcompile.tools.arguments import (
     chunk_of,
     dtype_of,
     is_given,
+    model_of,
     progress_bar,
     sizes_of,
 )
@@ -99,7 +100,6 @@ def plan_command(
     Nothing is run: no process group, no GPU, no memory for the model.
     """
     from zcompile.cost.hardware import load_profile
-    from zcompile.tools.named_models import subject_of
     from zcompile.tools.planner import choices_of, plan
 
     if mesh == [AUTO]:
@@ -115,7 +115,7 @@ def plan_command(
     fix = "give nodes and the ranks of each, such as 8x4, or auto alone"
     shapes = [sizes_of(one, "is not a mesh of two levels", fix) for one in mesh]
     with progress_bar(quiet=as_json) as progress:
-        subject = subject_of(model, batch=batch, sequence=sequence)
+        subject = model_of(context, model)
         result = plan(
             subject.model,
             subject.args,
@@ -147,7 +147,6 @@ def _plan_meshes(context: typer.Context) -> None:
     """
     from zcompile.cost.hardware import load_profile
     from zcompile.tools.mesh_planner import plan_meshes
-    from zcompile.tools.named_models import subject_of
 
     given = context.params
     for name in ("prefetch", "chunk", "shard", "whole", "html"):
@@ -158,7 +157,7 @@ def _plan_meshes(context: typer.Context) -> None:
             raise OptionError(name, f"is given {len(given[name])} times", "give it once with --mesh auto")
     device = load_profile(given["hardware"])
     with progress_bar(quiet=given["as_json"]) as progress:
-        subject = subject_of(given["model"], batch=given["batch"], sequence=given["sequence"])
+        subject = model_of(context, given["model"])
         result = plan_meshes(
             subject.model,
             subject.args,
