@@ -156,10 +156,10 @@ def test_a_limit_that_nothing_meets_ends_with_1(run: Run) -> None:
     code, out, err = run("plan", "fac.py:make", "-w", "2", "-m", "1 KB", *LITTLE)
     assert code == 1
     assert "too big" in out
-    assert "1e-06 GB holds nothing on 2 ranks" in out
+    assert "1e-06 GB fits no choice on 2 ranks" in out
     code, out, err = run("plan", "fac.py:make", "-w", "2", "-m", "1000", "--json", *LITTLE)
     assert (code, json.loads(out)["recommended"]) == (1, {"2": None})
-    assert "error: memory_limit: 1e-06 GB holds nothing on 2 ranks" in err
+    assert "error: memory_limit: 1e-06 GB fits no choice on 2 ranks" in err
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_a_plan_over_meshes_ends_in_lines_to_write(run: Run) -> None:
     assert made["recommended"][-1].startswith("step = zcompile.train_step(model, None, optimizer, mesh=mesh")
     code, out, _ = run("plan", "fac.py:trained", *options, "-m", "1 KB")
     assert code == 1
-    assert "holds nothing on 4 ranks" in out
+    assert "fits no choice on 4 ranks" in out
 
 
 def test_a_plan_is_written_as_a_page(run: Run, tmp_path: Path) -> None:

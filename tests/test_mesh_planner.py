@@ -336,12 +336,12 @@ def test_what_fits_nowhere_is_said_with_what_comes_nearest() -> None:
     plan = found(memory_limit="1 MB", schedules=["1f1b"])
     assert plan.forecasts == []
     assert isinstance(plan.smallest, MeshForecast)
-    with pytest.raises(OptionError, match=r"memory_limit: 0.001 GB holds nothing on 8 ranks: the least is .* GB more"):
+    with pytest.raises(OptionError, match=r"memory_limit: 0.001 GB fits no choice on 8 ranks: the least is .* GB more"):
         plan.best()
     generous = found(memory_limit=plan.smallest.nbytes, schedules=["1f1b"])
     assert [one.nbytes for one in generous.forecasts] == [plan.smallest.nbytes]
     assert found(memory_limit=plan.smallest.nbytes - 1, schedules=["1f1b"]).forecasts == []
-    assert "holds nothing on 8 ranks" in str(plan)
+    assert "fits no choice on 8 ranks" in str(plan)
 
 
 @pytest.mark.slow

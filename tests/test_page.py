@@ -527,7 +527,7 @@ def test_a_plan_of_a_model_with_html_in_its_name_is_text(plan: Plan) -> None:
 
 def test_a_plan_that_nothing_fits_says_so(plan: Plan) -> None:
     text = plan_page_text(replace(plan, memory_limit=1))
-    assert "holds nothing on 2 ranks" in text
+    assert "fits no choice on 2 ranks" in text
     assert 'class="copy"' not in text
 
 

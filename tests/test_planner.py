@@ -154,11 +154,11 @@ def test_a_limit_that_nothing_meets_says_what_comes_nearest() -> None:
     plan = zcompile.plan(make("gpt"), batch("gpt", 0, 0), worlds=[2], hardware=RATES, memory_limit=1000, **FEW)
     least = min(plan.of(2), key=lambda forecast: forecast.nbytes)
     with pytest.raises(
-        OptionError, match=r"memory_limit: 1e-06 GB holds nothing on 2 ranks: the least is .*more"
+        OptionError, match=r"memory_limit: 1e-06 GB fits no choice on 2 ranks: the least is .*more"
     ) as raised:
         plan.best(2)
     assert str(least.choice) in raised.value.fix
-    assert "holds nothing on 2 ranks" in str(plan)
+    assert "fits no choice on 2 ranks" in str(plan)
     assert plan.as_dict()["recommended"] == {"2": None}
 
 

@@ -59,6 +59,6 @@ def test_the_start_page_shows_a_program(browser: Any, site: Path, scheme: str) -
 
 def test_the_start_page_says_what_was_run_on_a_gpu() -> None:
     page = (ROOT / "docs" / "index.md").read_text()
-    assert "two GPUs" in page.partition("## Install")[0]
+    assert "one H100 and one H200, each alone" in page.partition("## Install")[0]
     table = (ROOT / "docs" / "torch_releases.md").read_text()
     assert "a world of one, and two and four ranks that share the GPU" in table, "then the start page says no more"

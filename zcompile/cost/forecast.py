@@ -168,7 +168,7 @@ class PrintedPlan:
     def _nothing_fits(self, world: int, nearest: StepForecast, fix: str) -> OptionError:
         """Return the error for no choice that fits on `world` ranks."""
         least, over = _gigabytes(nearest.nbytes), _gigabytes(nearest.nbytes - self.memory_limit)
-        problem = f"{_gigabytes(self.memory_limit)} holds nothing on {world} ranks: the least is {least}, {over} more"
+        problem = f"{_gigabytes(self.memory_limit)} fits no choice on {world} ranks: the least is {least}, {over} more"
         return OptionError("memory_limit", problem, fix)
 
 

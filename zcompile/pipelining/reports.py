@@ -60,7 +60,7 @@ def explain_pipeline(programs: Sequence[Program], table: ActionTable, hardware: 
     timelines = simulate_pipeline(programs, hardware)
     step = max(timeline.seconds for timeline in timelines)
     console.print(f"{table.stages} pipeline stages on {len(programs)} ranks, {table.microbatches} micro-batches")
-    console.print(f"{layout_line(programs[0].layout)} (of the ranks that have the same stages)")
+    console.print(f"{layout_line(programs[0].layout)} (data-parallel ranks with the same stages)")
     idle = f"{idle_share(timelines):.1%} of the time of all ranks idle"
     console.print(f"predicted for {hardware.name}: {step * 1e3:.4g} ms a step, {idle}")
     shown = Table("rank", "stages", "units", "model state", "in flight", "sends", "peak besides", "busy")
