@@ -158,7 +158,7 @@ def train(options: Options, ranks: Ranks, console: Console) -> None:
     console.print(summary(run, history, validation, time.perf_counter() - began))
     if options.explain:
         console.print(run.model.explain(), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"the program that ran lies in {options.dump}/", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"the program that ran is in {options.dump}/", markup=False, highlight=False, soft_wrap=True)
 
 
 def prepare(options: Options, ranks: Ranks) -> Run:
