@@ -35,6 +35,7 @@ from zcompile.ir.placement import PARTIAL, WHOLE, Divided, RowLoop
 from zcompile.ir.program import Program
 from zcompile.ir.row_axes import MixedRowsError, is_same_in_parts, shape_of
 from zcompile.ir.rows import with_rows
+from zcompile.ir.side_effects import is_collective, is_wait
 from zcompile.ir.tensor_type import TensorType, human_bytes
 from zcompile.passes.common.row_runs import Ahead, NoRunError, RowRun, ahead_of_backward, check_sizes
 
@@ -173,6 +174,7 @@ def _wide_values(program: Program) -> list[fx.Node]:
         and value.dim() > 1
         and node not in derived
         and not data(node).view
+        and not (is_collective(node) or is_wait(node))  # what reads it is as large, and has its rows together
         and data(node).phase is Phase.FORWARD
     ]
     return sorted(found, key=lambda node: -node.meta["val"].numel())

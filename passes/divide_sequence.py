@@ -43,11 +43,10 @@ from zcompile.ir.row_axes import (
     shape_of,
     tensors_of,
 )
-from zcompile.ir.rows import Placements
+from zcompile.ir.rows import Placements, dimension, fake_value
 from zcompile.ir.side_effects import is_collective, is_random
 from zcompile.ir.tensor_type import TensorType, human_bytes
 from zcompile.passes.common.row_runs import check_sizes
-from zcompile.torch_internals.sizes import FakeTensor
 
 aten = torch.ops.aten
 _OWN = torch.ops.zcompile
@@ -200,9 +199,8 @@ class _Division:
         first = gives[0] if gives and not several else WHOLE
         inside = {source: self._as(source, placement, node) for source, placement in wanted.items()}
         others = {source: self._any(source) for source in node.all_input_nodes if source not in inside}
-        dim = first.dim if isinstance(first, Divided) else None
         try:
-            args = resized(node, dim, self.size, 1)
+            args = resized(node, dimension(gives), self.size, 1)
         except MixedRowsError as error:
             self._refuse(node, str(error), "leave it out")
         args, kwargs = fx.map_arg((args, node.kwargs), lambda source: inside.get(source) or others[source])
@@ -229,7 +227,7 @@ class _Division:
         return self._typed(made, data(node))
 
     def _typed(self, made: fx.Node, like: Data) -> fx.Node:
-        made.meta["val"] = value = _value(made)
+        made.meta["val"] = value = fake_value(made)
         return set_data(made, replace(like, type=TensorType.of(value)))
 
     def _any(self, node: fx.Node) -> fx.Node:
@@ -321,11 +319,3 @@ def _order(node: fx.Node) -> list[int]:
     """Return the dimensions of a value as they lie in memory, the outermost first."""
     strides = node.meta["val"].stride()
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
-
-
-def _value(node: fx.Node) -> Any:
-    """Return the fake value of an operation with the values of its arguments."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-    mode = next(v.fake_mode for n in node.graph.nodes if isinstance(v := n.meta.get("val"), FakeTensor))
-    with mode:
-        return node.target(*args, **kwargs)  # type: ignore[operator]

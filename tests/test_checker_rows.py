@@ -41,7 +41,8 @@ def texts(case: Case, loop: RowLoop, literals: Sequence[Any]) -> dict[str, str]:
         numbers = itertools.count()
         spelled = ", ".join(_spelled(arg, numbers) for arg in args)
         head = f"def {name}(box):\n    (\n{''.join(arguments)}    ) = unbox(box)\n"
-        return f"{head}    {left} = {operation}({spelled}{words})  # {types}\n    return {end}\n"
+        library = "" if operation.namespace == "aten" else "ops."
+        return f"{head}    {left} = {library}{operation}({spelled}{words})  # {types}\n    return {end}\n"
 
     called = ", ".join(f"x{number}" for number in range(len(given)))
     program = f"def forward(box):\n    (\n{''.join(arguments)}    ) = unbox(box)\n"

@@ -78,7 +78,7 @@ LINES = {
     "zcompile/facts": 790,
     "zcompile/frontend": 1_510,
     "zcompile/integrations": 660,
-    "zcompile/ir": 5_340,
+    "zcompile/ir": 5_365,
     "zcompile/model": 1_570,
     "zcompile/pipelining": 2_130,
     "zcompile/proof": 5_450,
@@ -88,7 +88,7 @@ LINES = {
     "zcompile/state": 1_660,
     "zcompile/tools": 4_710,
     "zcompile/torch_internals": 1_660,
-    "passes": 5_360,
+    "passes": 5_350,
     "runtime": 8_810,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""

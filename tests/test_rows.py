@@ -27,6 +27,7 @@ from zcompile.torch_internals.operators import OpOverload
 from zcompile.torch_internals.sizes import FakeTensorMode
 
 aten = torch.ops.aten
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 ROWS = 6
 
 
@@ -156,9 +157,14 @@ OTHERS: list[Case] = [
     case(aten.slice.Tensor, real(5, ROWS, 4), 2, 1, 3),
     case(aten.slice.Tensor, real(5, ROWS, 4), 1, 0, 9223372036854775807),
     case(aten.split.Tensor, real(ROWS, 4), 2, 1),
+    case(aten.split.Tensor, real(4 * ROWS, 3), 2 * ROWS),
+    case(aten.split.Tensor, real(ROWS, 8 * ROWS), 2 * ROWS, -1),
+    case(aten.split.Tensor, real(4 * ROWS, ROWS), 9),
+    case(aten.split.Tensor, real(4 * ROWS, ROWS), 4),
     case(aten.split_with_sizes.default, real(ROWS, 4), [1, 3], -1),
     case(aten.slice_backward.default, real(ROWS, 2), [ROWS, 5], 1, 1, 3, 1),
     case(aten.select_backward.default, real(ROWS, 4), [3, ROWS, 4], 0, 1),
+    *(case(GATHER, real(*shape), 2, "0") for shape in ((ROWS, 4), (5, 2 * ROWS))),
     case(aten.cat.default, [real(ROWS, 4), real(ROWS, 2)], 1),
     case(aten.constant_pad_nd.default, real(ROWS, 4), [1, 2], 0.5),
     case(aten.index_put.default, real(5, ROWS), [yes(5, ROWS)], torch.tensor(2.0)),
@@ -224,6 +230,8 @@ class OnCpu(fx.Interpreter):
 def computed(target: Any, args: Any, kwargs: Any) -> Any:
     if target is aten._fused_rms_norm_backward.default:
         return inductor_decompositions()[target](*args, **kwargs)
+    if target is GATHER:
+        return torch.cat([args[0]] * args[1])  # from ranks that have the same
     return target(*args, **kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -471,43 +472,55 @@ def test_dtensors_go_in_and_come_out(rank: int) -> None:
 
 
 class Worded(nn.Module):
-    """A head that is divided over the words, as is its loss."""
+    """A head that is divided over the words, as is its loss; `flat`: over the tokens of all sequences at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, flat: bool = False) -> None:
         super().__init__()
+        self.flat = flat
         self.tokens, self.layer, self.head = nn.Embedding(96, 8), nn.Linear(8, 8), nn.Linear(8, 96, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = self.head(torch.tanh(self.layer(self.tokens(tokens))))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        hidden = torch.tanh(self.layer(self.tokens(tokens)))
+        logits = self.head(hidden.flatten(0, 1) if self.flat else hidden)
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1)
 
 
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_loss_that_is_divided_over_words_is_computed_in_chunks(rank: int) -> None:
-    """Its maxima and sums are reduced in each turn; against the plain model, and proven from its text."""
+    """Its maxima and sums are reduced in each turn: what is picked is, for all rows."""
+    words_in_chunks(rank, Worded(), ColwiseParallel(output_layouts=Shard(-1), use_local_output=False), sent=2)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_logits_that_are_gathered_are_computed_in_chunks(rank: int) -> None:
+    """Each turn gathers those of its rows, along their first dimension: that of the sequences, or of the tokens."""
+    for flat in (False, True):
+        words_in_chunks(rank, Worded(flat=flat), ColwiseParallel(output_layouts=Replicate()), sent=1)
+
+
+def words_in_chunks(rank: int, model: nn.Module, head: ColwiseParallel, sent: int) -> None:
+    """Train a divided model against the plain one, and prove it from its text; `sent`: its messages in a turn."""
     dp, tp = meshes(1, 2)
     torch.manual_seed(0)
-    model = Worded()
+    model.load_state_dict({name: torch.randn_like(value) for name, value in model.state_dict().items()})
     tokens, targets = torch.randint(96, (4, 10)), torch.randint(-1, 96, (4, 10))
-    divided = copy.deepcopy(model)
-    plan = {"head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    divided = parallelize_module(copy.deepcopy(model), tp, {"head": head})
     with TemporaryDirectory() as folder:
-        parallelized = parallelize_module(divided, tp, plan)
-        compiled = zcompile.compile(parallelized, mesh=dp, backend="eager", chunk=12, dump=folder)
-        with loss_parallel():
+        compiled = zcompile.compile(divided, mesh=dp, backend="eager", chunk=12, dump=folder)
+        with loss_parallel() if not head.use_local_output else nullcontext():
             loss = compiled(tokens, targets)
             loss.backward()
         proofs = [*prove_dump(Path(folder))] if rank == 0 else []
     wanted = model(tokens, targets)
     wanted.backward()
-    torch.testing.assert_close(loss.full_tensor(), wanted)
+    torch.testing.assert_close(loss.full_tensor() if isinstance(loss, DTensor) else loss, wanted)
     for param, same in zip(compiled.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), same.grad)
     (program,) = (step.program for step in compiled._engine.runtime.steps)
     (loop,) = (region for region in program.regions.values() if region.rows)
-    sent = [node for node in loop.graph.nodes if is_collective(node)]
-    assert len(sent) == 2  # the largest logit, and the sum; what is picked is reduced for all rows
+    assert len([node for node in loop.graph.nodes if is_collective(node)]) == sent
     assert all(verdict.proof for verdict in proofs), proofs
     assert len(proofs) == (rank == 0)
 

@@ -7,7 +7,7 @@ belongs to it, so that no wide value exists for all rows; and whatever lies betw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from zcompile.errors import OptionError
-from zcompile.ir.operation import Phase, data, op_of
+from zcompile.ir.operation import Phase, data, dependents, op_of
 from zcompile.ir.ops import Compute, Input, Item, Kind, Results, called
 from zcompile.ir.placement import Divided
 from zcompile.ir.program import Program
@@ -230,7 +230,7 @@ def ahead_of_backward(run: RowRun) -> Ahead | None:
             return False
         return True
 
-    given, made = _dependents(_tangents(run.program), run.program), _dependents(forward, run.program)
+    given, made = dependents(_tangents(run.program)), dependents(forward)
     while True:
         read = {source for node in nodes for source in node.all_input_nodes} - nodes - forward
         wanted = sorted(read & (given | made), key=order.__getitem__)
@@ -247,12 +247,3 @@ def ahead_of_backward(run: RowRun) -> Ahead | None:
 
 def _tangents(program: Program) -> list[fx.Node]:
     return [node for node in program.nodes(Input) if op_of(node, Input).kind is Kind.TANGENT]
-
-
-def _dependents(values: Iterable[fx.Node], program: Program) -> set[fx.Node]:
-    """Return `values` and all that is computed from them."""
-    after = {*values}
-    for node in program.graph.nodes:
-        if any(source in after for source in node.all_input_nodes):
-            after.add(node)
-    return after

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from zcompile.errors import ResultError
-from zcompile.ir.operation import line_of
+from zcompile.ir.operation import dependents, line_of
 from zcompile.torch_internals.pytree import tree_leaves
 
 
@@ -76,15 +76,7 @@ def _wide(graph: fx.Graph, results: Sequence[Any]) -> list[tuple[int, fx.Node]]:
     trained = [(i, r) for i, r in enumerate(results) if r in sizes and given[r].requires_grad]
     losses = {result for _, result in trained if given[result].dim() == 0}
     wide = [(i, r) for i, r in trained if r not in losses and sizes[r] * 2 > max(sizes.values())]
-    return [(index, result) for index, result in wide if not losses.isdisjoint(_dependents(graph, result))]
-
-
-def _dependents(graph: fx.Graph, value: fx.Node) -> set[fx.Node]:
-    after = {value}
-    for node in graph.nodes:
-        if not after.isdisjoint(node.all_input_nodes):
-            after.add(node)
-    return after
+    return [(index, result) for index, result in wide if not losses.isdisjoint(dependents([result]))]
 
 
 def _error(index: int, node: fx.Node) -> ResultError:

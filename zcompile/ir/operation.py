@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum, StrEnum, auto
 from typing import Any, ClassVar, TypeVar
@@ -194,3 +195,14 @@ def line_of(node: fx.Node) -> str:
     """Return the innermost line of user code that a node comes from, as `file.py:12`; "" if torch recorded none."""
     lines = re.findall(r'File "(.*)", line (\d+)', node.meta.get("stack_trace") or "")
     return f"{lines[-1][0]}:{lines[-1][1]}" if lines else ""
+
+
+def dependents(values: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return `values` and all that is computed from them."""
+    found = {*values}
+    waiting = [*found]
+    while waiting:
+        users = waiting.pop().users.keys() - found
+        found |= users
+        waiting += users
+    return found

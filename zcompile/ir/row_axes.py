@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from types import NoneType
 from typing import Any
 
@@ -45,10 +46,8 @@ class IndexAxis:
 
     arguments: Mapping[fx.Node, int]
     results: tuple[int | Kept | None, ...] = (None,)
-
-    @property
-    def mixes(self) -> bool:
-        return all(found is None for found in self.results)
+    groups: Fraction = Fraction(1)
+    """How many groups of all rows the results have for one of the arguments; see `Divided.outer`."""
 
 
 Axes = Iterator[IndexAxis]
@@ -194,15 +193,25 @@ def _selected(node: fx.Node) -> Axes:
 
 
 def _sliced(node: fx.Node) -> Axes:
-    """A part of a dimension, or parts of it; one that is all of it is no part."""
+    """A part of a dimension, or parts of it; one that is all of it, or some groups of all rows, has rows as before."""
     shape = shape_of(source := _of(node, 0))
     cut = _argument(node, "dim", 1 if node.target is aten.slice.Tensor else 2) % len(shape)
     target: Any = node.target
     at = {aten.slice.Tensor: 2, aten.slice_backward.default: 3}.get(target)
     # Not by its size: an end that is past some rows may not be past all of them.
     same = at is not None and [_argument(node, name, at + i) for i, name in enumerate(("start", "end", "step"))] in _ALL
+    part: Any = node.args[1] if target is aten.split.Tensor else shape[cut]
+    same = same or (target is aten.split.Tensor and shape[cut] % part == 0)
     for dim in range(len(shape)):
-        yield IndexAxis({source: dim}, (dim if dim != cut or same else None,) * results_of(node))
+        groups = Fraction(part, shape[cut]) if dim == cut else Fraction(1)
+        yield IndexAxis({source: dim}, (dim if dim != cut or same else None,) * results_of(node), groups)
+
+
+def _gathered(node: fx.Node) -> Axes:
+    """The values of several ranks, one after the other along the first dimension."""
+    ranks: Any = node.args[1]
+    for dim in range(len(shape_of(source := _of(node, 0)))):
+        yield IndexAxis({source: dim}, (dim,), Fraction(1 if dim else ranks))
 
 
 def _joined(node: fx.Node) -> Axes:
@@ -330,6 +339,7 @@ _ALIKE: Mapping[str, Callable[[fx.Node], Axes]] = {
 }
 _SENT = torch.ops._c10d_functional
 BY_OPERATION = {operation: axes for names, axes in _ALIKE.items() for operation in operators(names)} | {
+    _SENT.all_gather_into_tensor.default: _gathered,
     _SENT.all_reduce.default: _pointwise,
     _SENT.wait_tensor.default: _pointwise,
 }
@@ -406,6 +416,8 @@ def resized(node: fx.Node, dim: int | None, now: int, then: int) -> tuple[Any, .
         MixedRowsError: the arguments say a shape that has other rows.
     """
     at = _SHAPES.get(node.target)
+    if node.target is aten.split.Tensor and dim == _argument(node, "dim", 2) % len(shape_of(_of(node, 0))):
+        at, dim = 1, 0
     if at is None or dim is None:
         return tuple(node.args)
     said: Any = node.args[at]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -122,12 +123,16 @@ class Placements:
             self._view(node, known, placement)
             return
         axis = next((axis for axis in axes_of(node) if _dim_of(axis, known) == placement.dim), None)
-        if axis is None or axis.mixes:
+        if axis is None or {*axis.results} == {None}:
             raise MixedRowsError(node, f"{node.target} mixes rows, along dimension {placement.dim}")
+        taken = Fraction(placement.outer) / (1 if isinstance(known, fx.Node) else axis.groups)
+        given = taken * axis.groups
+        if taken.denominator > 1 or given.denominator > 1:
+            raise MixedRowsError(node, f"{node.target} parts rows, or joins them, along dimension {placement.dim}")
         for source in tensors_of(node):
             at = axis.arguments.get(source)
-            self.put(source, WHOLE if at is None else Divided(at, placement.outer), node)
-        self._give(node, tuple(Divided(p, placement.outer) if isinstance(p, int) else PARTIAL for p in axis.results))
+            self.put(source, WHOLE if at is None else Divided(at, int(taken)), node)
+        self._give(node, tuple(Divided(p, int(given)) if isinstance(p, int) else PARTIAL for p in axis.results))
 
     def _give(self, node: fx.Node, placements: tuple[Placement, ...]) -> None:
         if gives_several(node):
@@ -165,6 +170,11 @@ def through_view(shape: Sequence[int], placement: Divided, other: Sequence[int],
     return None
 
 
+def dimension(results: Sequence[Placement] | None) -> int | None:
+    """Return the dimension of an operation's first result that has rows."""
+    return results[0].dim if results and isinstance(results[0], Divided) else None
+
+
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
@@ -182,12 +192,11 @@ def with_rows(graph: fx.Graph, takes: Iterable[Placement], now: int, then: int) 
         if node.op == "output":
             set_data(made.output(fx.map_arg(node.args[0], inside.__getitem__)), data(node))
             break
-        placement = placed.of.get(node)
-        dim = placement.dim if isinstance(placement, Divided) else None
+        dim = dimension(placed.results(node))
         args, kwargs = fx.map_arg((resized(node, dim, now, then), node.kwargs), inside.__getitem__)
         copied = inside[node] = made.create_node(node.op, node.target, args, kwargs, name=node.name)
         copied.meta = dict(node.meta)
-        copied.meta["val"] = value = _given(node, dim, now, then) if node.op == "placeholder" else _value(copied)
+        copied.meta["val"] = value = _given(node, dim, now, then) if node.op == "placeholder" else fake_value(copied)
         set_data(copied, replace(data(node), type=TensorType.of(value)))
     return made
 
@@ -202,8 +211,8 @@ def _given(placeholder: fx.Node, dim: int | None, now: int, then: int) -> Any:
         return torch.empty(shape, dtype=value.dtype, device=value.device)
 
 
-def _value(node: fx.Node) -> Any:
-    """Return the fake value of an operation with the values of its arguments."""
+def fake_value(node: fx.Node) -> Any:
+    """Return the fake value of an operation with those of its arguments. Raises MixedRowsError: it fails."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     mode = next(v.fake_mode for n in node.graph.nodes if isinstance(v := n.meta.get("val"), FakeTensor))
     try:

@@ -101,11 +101,6 @@ def _rows_of(*tensors: int, results: Sequence[int | str] = (), over: int = 1) ->
     return axes
 
 
-def _embedding(line: Called) -> Iterator[Axis]:
-    for dim in range(len(line.shapes[1])):
-        yield {1: dim}, [dim]
-
-
 def _embedding_backward(line: Called) -> Iterator[Axis]:
     for dim in range(len(line.shapes[1]) if line.get("scale_grad_by_freq", 4) is False else 0):
         yield {0: dim, 1: dim}, [SUM]
@@ -117,31 +112,23 @@ def _loss_backward(line: Called) -> Iterator[Axis]:
 
 
 def _permuted(line: Called) -> Iterator[Axis]:
-    for now, dim in enumerate(line.args[1]):
-        yield {0: dim % len(line.shapes[0])}, [now]
+    order = [*range(rank := len(line.shapes[0]))]
+    given = line.args[1:] or [order[::-1]]
+    if len(given) == 2:
+        one, other = given
+        order[one], order[other] = order[other], order[one]
+    for now, dim in enumerate(order if len(given) == 2 else given[0]):
+        yield {0: dim % rank}, [now]
 
 
-def _exchanged(line: Called) -> Iterator[Axis]:
-    rank = len(line.shapes[0])
-    one, other = (line.args[1] % rank, line.args[2] % rank) if len(line.args) > 1 else (0, rank - 1)
-    for dim in range(rank):
-        yield {0: dim}, [{one: other, other: one}.get(dim, dim)]
-
-
-def _selected(line: Called) -> Iterator[Axis]:
-    taken = line.get("dim", 1, 0) % len(line.shapes[0])
-    for dim in range(len(line.shapes[0])):
-        if dim != taken:
-            yield {0: dim}, [dim - (taken < dim)]
-
-
-def _cut(line: Called, place: int = 1, *, grows: bool = False) -> Iterator[Axis]:
-    """Parts along one dimension, or parts that are joined along it; `grows`: the result has one dimension more."""
-    rank, whole = len(line.shapes[0]) + grows, line.args[place + 1 :] in _ALL
+def _cut(line: Called, place: int = 1, *, grows: int = 0) -> Iterator[Axis]:
+    """Parts along a dimension, or parts joined along it; `grows`: by how many dimensions the result has more."""
+    rank, whole = len(line.shapes[0]) + max(grows, 0), line.args[place + 1 :] in _ALL
     cut = line.get("dim", place, 0) % rank
     for dim in range(rank):
         if dim != cut or whole:
-            yield dict.fromkeys(range(len(line.shapes)), dim - (grows and cut < dim)), [dim]
+            taken, given = dim - (grows > 0 and cut < dim), dim - (grows < 0 and cut < dim)
+            yield dict.fromkeys(range(len(line.shapes)), taken), [given]
 
 
 def _put(line: Called) -> Iterator[Axis]:
@@ -152,9 +139,7 @@ def _put(line: Called) -> Iterator[Axis]:
 
 def _padded(line: Called) -> Iterator[Axis]:
     rank, pads = len(line.shapes[0]), line.args[1]
-    for dim in range(rank):
-        if not any(pads[2 * (rank - 1 - dim) :][:2]):
-            yield {0: dim}, [dim]
+    yield from (({0: dim}, [dim]) for dim in range(rank) if not any(pads[2 * (rank - 1 - dim) :][:2]))
 
 
 _ALL = [[start, end, *step] for start in (0, None) for end in (2**63 - 1, None) for step in ([], [1])]
@@ -182,31 +167,27 @@ _AXES: dict[str, Axes] = {
     "dot": _lettered("k,k->"),
     "addmm": _addmm,
     "sum": lambda line: _reduced(line, adds=True),
-    "embedding": _embedding,
+    "embedding": lambda line: (({1: dim}, [dim]) for dim in range(len(line.shapes[1]))),
     "embedding_dense_backward": _embedding_backward,
     "nll_loss_backward": _loss_backward,
     "native_layer_norm": _rows_of(0),
     "_fused_rms_norm": _rows_of(0),
     "native_layer_norm_backward": _rows_of(0, 1, 2, 3, results=[SUM, SUM], over=2),
     "_fused_rms_norm_backward": _rows_of(0, 1, 2, results=[SUM], over=2),
-    "t": _exchanged,
-    "transpose": _exchanged,
-    "permute": _permuted,
-    "select": _selected,
-    "unbind": _selected,
+    **dict.fromkeys(("t", "transpose", "permute"), _permuted),
+    **dict.fromkeys(("select", "unbind"), lambda line: _cut(line, grows=-1)),
     "slice": _cut,
-    "split": lambda line: _cut(line, 2),
-    "split_with_sizes": lambda line: _cut(line, 2),
+    **dict.fromkeys(("split", "split_with_sizes", "slice_backward"), lambda line: _cut(line, 2)),
     "cat": _cut,
     "constant_pad_nd": _padded,
     "index_put": _put,
-    "slice_backward": lambda line: _cut(line, 2),
-    "select_backward": lambda line: _cut(line, 2, grows=True),
+    "select_backward": lambda line: _cut(line, 2, grows=1),
 }
 """The axes of operations of ATen by name, whatever the overload."""
 _VIEWS = ["view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"]
 _MADE = {"arange": 0, "expand": 1, "full": 0, "zeros": 0, "ones": 0, "new_full": 1, "new_zeros": 1, "new_ones": 1}
-_SHAPES = {**_MADE, "slice_backward": 1, "select_backward": 1, "view": 1, "_unsafe_view": 1, "reshape": 1}
+_PARTED = "split along rows"
+_SHAPES = _MADE | dict.fromkeys(["slice_backward", "select_backward", "view", "_unsafe_view", "reshape", _PARTED], 1)
 """Where the shape of the result stands among the arguments."""
 
 
@@ -332,6 +313,8 @@ class Loop:
             return self._put_in_rows(packet, line, divided), call
         if packet in _VIEWS:
             return self._view(packet, line, call)
+        if packet in ("split", "all_gather_into_tensor") and (grouped := self._in_groups(packet, line, call)):
+            return grouped
         for has, results in _AXES.get(packet, lambda _: iter(()))(line) if packet != "expand" else self._expand(line):
             groups = {divided[i][1] for i in has if i in divided} - {ANY} or {ANY}
             if len(groups) == 1 and has == {i: dim for i, (dim, _) in divided.items()}:
@@ -379,6 +362,17 @@ class Loop:
             passed *= size
         return self._refuse("joins rows with other values")
 
+    def _in_groups(self, packet: str, line: Called, call: ast.Call) -> tuple[Any, ast.Call] | None:
+        """Return where the values of ranks, one after the other, have rows, and values that are parted so again."""
+        dim, groups = self.at[line.tensors[0]]
+        if packet == "all_gather_into_tensor":
+            return (dim, groups if dim else groups * line.args[1]), call
+        shape = line.shapes[0]
+        parts, left = divmod(shape[dim] // self.rows * self.size, line.args[1])
+        if dim != line.get("dim", 2, 0) % len(shape) or left or groups < parts or groups % parts:
+            return None
+        return [(dim, groups // parts)] * parts, self._lifted(_PARTED, call, (0, 1))
+
     def _lifted(self, packet: str, call: ast.Call, at: At) -> ast.Call:
         """Return a call whose result has all rows, where its arguments say the shape."""
         place = _SHAPES.get(packet)
@@ -389,7 +383,7 @@ class Loop:
             if shape[at[0]] % self.size:
                 self._refuse(f"has no {self.size} rows")
             shape[at[0]] = shape[at[0]] // self.size * self.rows
-        said = ast.parse(repr(shape[0] if packet == "arange" else shape), mode="eval").body
+        said = ast.parse(repr(shape[0] if packet in ("arange", _PARTED) else shape), mode="eval").body
         args = [*call.args[:place], ast.copy_location(said, call.args[place]), *call.args[place + 1 :]]
         return ast.copy_location(ast.Call(call.func, args, call.keywords), call)
 
@@ -415,7 +409,7 @@ class Loop:
             elif not _is_zero(call) and not _is_linear(call, scaled, zeros):
                 self._refuse(f"is not linear in {self.factor}")
             else:
-                scaled |= {*names}
+                scaled |= {*names} - {"_"}
         if self.factor in self.at or is_one != [True]:
             self._refuse(f"has {self.factor} as its factor, which is not 1 there")
         return scaled
@@ -494,7 +488,8 @@ def product(sizes: Sequence[int]) -> int:
 
 
 def _names(target: ast.expr) -> list[str]:
-    return [dotted(node) for node in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    elements = target.elts if isinstance(target, ast.Tuple) else [target]
+    return [dotted(node.value if isinstance(node, ast.Starred) else node) for node in elements]
 
 
 def flat(call: ast.Call) -> Iterator[ast.expr]:

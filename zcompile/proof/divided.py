@@ -29,7 +29,7 @@ from zcompile.ir.row_axes import (
     shape_of,
     tensors_of,
 )
-from zcompile.ir.rows import Placements
+from zcompile.ir.rows import Placements, dimension
 from zcompile.proof.terms import ITEM, LIST, Terms
 from zcompile.torch_internals.operators import OpOverload
 
@@ -173,8 +173,7 @@ def _parts(graph: HasTerms, node: fx.Node, how: Mapping[fx.Node, HowDivided], gi
             if source not in how and isinstance(wanted, Divided):
                 whole[source] = None, _made(graph, source, wanted.dim, rows)
         gives = placed.results(node) or ()
-        dim = gives[0].dim if gives and isinstance(gives[0], Divided) and not gives_several(node) else None
-        result = _applied(graph, node, resized(node, dim, *rows), whole)
+        result = _applied(graph, node, resized(node, dimension(gives), *rows), whole)
     except MixedRowsError as error:
         raise NotAlikeError(str(error)) from error
     return _results(graph, node, result, [_how(place, first) for place in gives])
