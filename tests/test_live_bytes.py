@@ -22,11 +22,12 @@ from zcompile.cost.memory import peak_bytes
 
 torch.set_num_threads(1)
 found = []
-for checkpoint in json.loads(sys.argv[1]):
+for options in json.loads(sys.argv[1]):
     torch.manual_seed(0)
-    compiled = zcompile.compile(GPT(layers=3, width=128, context=128, vocabulary=512), checkpoint=checkpoint,
-                                backend=sys.argv[2])
-    tokens = torch.randint(0, 512, (8, 129))
+    words = 8192 if "chunk" in options else 512
+    model = GPT(layers=3, width=128, context=128, vocabulary=words)
+    compiled = zcompile.compile(model, backend=sys.argv[2], **options)
+    tokens = torch.randint(0, words, (8, 129))
     inputs = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     for _ in range(3):
         compiled.zero_grad()
@@ -43,9 +44,12 @@ print(json.dumps(found))
 @pytest.mark.parametrize(
     ("backend", "tolerance", "settings"),
     [
-        ("eager", 0.02, [None, 0.7]),
-        pytest.param("eager", 0.02, ["unit"], marks=pytest.mark.nightly),
-        pytest.param("inductor", 0.08, [None, "unit", 0.7], marks=pytest.mark.nightly),  # fusions are foretold
+        ("eager", 0.02, [{}, {"checkpoint": 0.7}, {"chunk": 64, "checkpoint": "unit"}]),
+        pytest.param("eager", 0.02, [{"checkpoint": "unit"}, {"chunk": 200}], marks=pytest.mark.nightly),
+        pytest.param(  # fusions are foretold
+            *("inductor", 0.08, [{}, {"checkpoint": "unit"}, {"checkpoint": 0.7}, {"chunk": 64}]),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_the_predicted_peak_is_what_a_step_takes(
