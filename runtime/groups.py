@@ -22,7 +22,7 @@ from zcompile.runtime.gloo_collectives import GlooCollectives
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.waits import Waits
 from zcompile.torch_internals.distributed import backend_name, connect_hosts, gloo_of, group_timeout, is_fake
-from zcompile.torch_internals.dtensor import flattened, forget_meshes, root_mesh
+from zcompile.torch_internals.dtensor import flattened, forget_meshes, joint_mesh, root_mesh
 
 SEQUENCE = "sp"
 """The mesh dimension over which tokens are divided."""
@@ -228,7 +228,7 @@ def data_axes(mesh: DeviceMesh) -> dict[str, AxisKind]:
     names = mesh.mesh_dim_names or (DATA,)
     if mesh.ndim == 1:
         return {names[0]: AxisKind.SHARD}
-    kinds = [next((kind for kind in _DATA_KINDS if name.rpartition("_")[2] == kind), None) for name in names]
+    kinds = [_kind(name) for name in names]
     if sorted(kinds, key=str) != sorted(_DATA_KINDS) or len(names) != mesh.ndim:
         problem = (
             f"is {mesh}, and its dimension names do not say which one replicates the shards that the other one divides"
@@ -273,17 +273,29 @@ def duplicate_group(mesh: DeviceMesh, name: str, device: torch.device) -> dist.P
 def with_sequence(mesh: DeviceMesh | None, sequence: str | None) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """The data-parallel mesh, which has all ranks, and the dimension over which they divide tokens. Collective.
 
+    Those ranks divide shards, too, with those of the dimension before; one that replicates shards may come first.
+
     Raises:
-        GroupError: tokens are to be divided, and the mesh has no such dimension.
+        GroupError: tokens are to be divided, and the mesh has no such dimension, or others.
     """
     if sequence is None:
         return mesh, None
-    if mesh is None or mesh.ndim != 2 or (mesh.mesh_dim_names or ("",))[-1] != SEQUENCE:
+    *outer, last = ("",) if mesh is None else mesh.mesh_dim_names or ("",)
+    replicated = [name for name in outer[:1] if _kind(name) is AxisKind.REPLICATE]
+    if mesh is None or last != SEQUENCE or not 1 <= len(outer) <= 1 + len(replicated):
         kind = HOST if mesh is None else mesh.device_type
-        problem = f"is {mesh}, without a dimension over which sequence={sequence!r} divides tokens"
+        problem = f"is {mesh}, whose dimensions do not say over which ranks sequence={sequence!r} divides tokens"
         example = f"init_device_mesh({kind!r}, (data, ranks), mesh_dim_names=('dp', {SEQUENCE!r}))"
-        raise GroupError("mesh", problem, f"give {example}")
-    return flattened(mesh), mesh[SEQUENCE]
+        raise GroupError("mesh", problem, f"give {example}, or one with 'replicate', 'shard' and {SEQUENCE!r}")
+    if not replicated:
+        return flattened(mesh), mesh[SEQUENCE]
+    sharding = flattened(mesh[(*outer[1:], SEQUENCE)], f"{SEQUENCE}_{AxisKind.SHARD}")
+    return joint_mesh(mesh[replicated[0]], sharding), mesh[SEQUENCE]
+
+
+def _kind(name: str) -> AxisKind | None:
+    """The kind of axis that the name of one of several dimensions says."""
+    return next((kind for kind in _DATA_KINDS if name.rpartition("_")[2] == kind), None)
 
 
 def sequence_axes(sequence: DeviceMesh | None) -> list[Axis]:

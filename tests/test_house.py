@@ -89,10 +89,10 @@ LINES = {
     "zcompile/tools": 4_710,
     "zcompile/torch_internals": 1_660,
     "passes": 5_350,
-    "runtime": 8_810,
+    "runtime": 8_825,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 53_580
+MOST_LINES = 53_600
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import zcompile
 from examples.gpt import GPT, GPTConfig
@@ -17,8 +21,11 @@ from tests.compare import full, gradients
 from tests.ranks import Ranks
 from tests.threads import Threads
 from zcompile import AgreementError, ZcompileError
+from zcompile.proof.dumps import prove_dump
+from zcompile.tools.llama import Llama, LlamaShape
 
 WORDS, LENGTH, BATCH = 32, 8, 3
+Shape = tuple[tuple[int, ...], tuple[str, ...]]
 
 
 def gpt() -> nn.Module:
@@ -32,21 +39,28 @@ def batch(data: int, step: int) -> tuple[Tensor, Tensor]:
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
-def trained(rank: int, data: int, ranks: int, options: dict[str, Any]) -> str:
-    """Two steps, whose losses and gradients are those of one process on the batches of all data-parallel ranks."""
-    mesh = init_device_mesh("cpu", (data, ranks), mesh_dim_names=("dp", "sp"))
-    model = gpt()
-    plain = copy.deepcopy(model)
-    compiled = zcompile.compile(model, mesh=mesh, sequence="ulysses", **{"backend": "eager", **options})
+def trained(
+    rank: int, data: int, ranks: int, options: dict[str, Any], shape: Shape | None = None, make: Any = gpt
+) -> str:
+    """Two steps, whose losses and gradients are those of one process on the batches of all data-parallel ranks.
+
+    The mesh has a dimension "tp" if `make` gives a plan, too.
+    """
+    sizes, names = shape or ((data, ranks), ("dp", "sp"))
+    made, plan = make() if make is not gpt else (gpt(), None)
+    mesh = init_device_mesh("cpu", (*sizes, 2) if plan else sizes, mesh_dim_names=(*names, "tp") if plan else names)
+    model, plain = parallelize_module(copy.deepcopy(made), mesh["tp"], plan) if plan else copy.deepcopy(made), made
+    compiled = zcompile.compile(model, mesh=mesh[names], sequence="ulysses", **{"backend": "eager", **options})
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (compiled, plain)]
     near = {"rtol": 3e-2, "atol": 3e-3} if "dtype" in options else {"rtol": 1e-4, "atol": 1e-6}
+    own = rank // (mesh.size() // data)
     for step in range(2):
-        loss = compiled(*batch(mesh["dp"].get_local_rank(), step))
+        loss = compiled(*batch(own, step))
         loss.backward()
         for index in range(data):
             wanted = plain(*batch(index, step))
             (wanted / data).backward()
-            if index == mesh["dp"].get_local_rank():
+            if index == own:
                 torch.testing.assert_close(loss, wanted, **near)
         torch.testing.assert_close(gradients(model), gradients(plain), **near)
         for optimizer in optimizers:
@@ -54,8 +68,10 @@ def trained(rank: int, data: int, ranks: int, options: dict[str, Any]) -> str:
             optimizer.zero_grad()
     compiled.eval()
     with torch.no_grad():
-        tokens, _ = batch(0, 0)
-        torch.testing.assert_close(compiled(tokens).float(), plain(tokens), **near)
+        arguments = batch(0, 0)[: 2 if plan else 1]
+        torch.testing.assert_close(compiled(*arguments).float(), plain(*arguments), **near)
+    if "dump" in options and rank == 0:
+        assert all(verdict.proof for verdict in prove_dump(Path(options["dump"])))
     return ""
 
 
@@ -66,6 +82,54 @@ def trained(rank: int, data: int, ranks: int, options: dict[str, Any]) -> str:
 )
 def test_a_divided_sequence_trains_as_one_process(threads: Threads, data: int, ranks: int, stage: int) -> None:
     assert threads.run(data * ranks, trained, data, ranks, {"stage": stage}) == [""] * data * ranks
+
+
+@quickly(
+    "shape, shard, stage",
+    [
+        (shape, shard, stage)
+        for shape in (((2, 2), ("replicate", "sp")), ((2, 1, 2), ("replicate", "shard", "sp")))
+        for shard in ("hsdp", "hpz", "hfsdp", "flat")
+        for stage in (1, 3)
+    ],
+    [],
+    pairs=False,
+)
+def test_replicas_divide_their_sequences(threads: Threads, shape: Shape, shard: str, stage: int) -> None:
+    assert threads.run(4, trained, 2, 2, {"stage": stage, "shard": shard}, shape) == [""] * 4
+
+
+@pytest.mark.nightly
+def test_replicas_divide_shards_and_sequences(threads: Threads) -> None:
+    shape = (2, 2, 2), ("replicate", "shard", "sp")
+    assert threads.run(8, trained, 4, 2, {"stage": 3}, shape) == [""] * 8
+
+
+def llama() -> tuple[nn.Module, dict[str, ParallelStyle]]:
+    """A model that tensor parallelism divides, and how; its norms are computed of all tokens that a rank has."""
+    torch.manual_seed(0)
+    projections = dict.fromkeys(("query", "key", "value"), ColwiseParallel())
+    plan = {f"layers.*.attention.{name}": style for name, style in projections.items()}
+    plan |= {f"layers.*.mlp.{name}": ColwiseParallel() for name in ("gate", "up")}
+    plan |= {"layers.*.attention.output": RowwiseParallel(), "layers.*.mlp.down": RowwiseParallel()}
+    return small_llama(), {**plan, "head": ColwiseParallel(output_layouts=Replicate())}
+
+
+def small_llama() -> nn.Module:
+    torch.manual_seed(0)
+    return Llama(LlamaShape(layers=2, width=16, hidden=24, heads=4, key_heads=4), WORDS)
+
+
+def llama_in_parts() -> tuple[nn.Module, Mapping[str, ParallelStyle]]:
+    """The same, whose norms are computed of some tokens on each tensor-parallel rank."""
+    return small_llama(), Llama.tp_plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "stage"), [(llama, 3), (llama, 0), (llama_in_parts, 2)])
+def test_tensor_parallel_ranks_divide_their_sequences(ranks: Ranks, make: Any, stage: int, tmp_path: Path) -> None:
+    options = {"stage": stage, "dump": str(tmp_path), "checkpoint": "unit"}
+    assert ranks.run(4, trained, 1, 2, options, ((1, 2), ("dp", "sp")), make) == [""] * 4
 
 
 BESIDE: dict[str, dict[str, Any]] = {
@@ -143,7 +207,7 @@ def test_train_steps_divide_sequences(threads: Threads, stage: int) -> None:
     ("options", "problem"),
     [
         ({"sequence": "rings"}, "sequence: has no value 'rings'"),
-        ({"sequence": "ulysses"}, r"(?s)mesh: .*without a dimension.*Fix: .*mesh_dim_names=\('dp', 'sp'\)"),
+        ({"sequence": "ulysses"}, r"(?s)mesh: .*do not say over which ranks.*Fix: .*mesh_dim_names=\('dp', 'sp'\)"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(without_group: None, options: dict[str, Any], problem: str) -> None:

@@ -102,8 +102,6 @@ class ShardingPlan:
 
     def _layout_over(self, mesh: DeviceMesh, options: Options, parallel: ModelParallel | None) -> Layout:
         axes = axes_of_mesh(mesh, None if parallel is None else parallel.mesh)
-        if self.sequence is not None and parallel is not None:
-            raise OptionError("sequence", "cannot be combined with tensor parallelism", "leave one of the two out")
         return layout_of(self.model, (*axes, *sequence_axes(self.sequence)), options, self._parts)
 
     def _settled(self, asked: Options) -> tuple[Options, list[str]]:

@@ -175,7 +175,8 @@ class ComparedStep(Evaluation):
             self.terms.here = place
             if options != self.gathers.get(unit) or version != self.units[unit].version:
                 self.refuse(f"is not what the next forward gathers first of {unit}, or is gathered before its update")
-        ordered = {kind: terms for kind, terms in self.effects.items() if kind != "collective" or not self.loops}
+        # Once each: checkpoints send again.
+        ordered = self.effects | {"collective": [] if self.loops else [*dict(self.effects["collective"]).items()]}
         found |= {f"{kind} {i}": term for kind, terms in ordered.items() for i, term in enumerate(terms)}
         return found | {f"the gradient of {name}": term for name, term in self.delivered.items()}
 

@@ -40,12 +40,12 @@ def mean_over_ranks(terms: TermTable, term: int, ranks: int) -> int:
 
 def divided_call(evaluation: Any, call: ast.Call) -> Any:
     """Return the value of a call that divides a value, or takes divided ones; None of any other."""
-    if not (name := dotted(call.func)).startswith(("aten.", "ops.zcompile.")):
+    if not (name := dotted(call.func)).startswith(("aten.", "ops._c10d_functional.", "ops.zcompile.")):
         return None
     found = {given: evaluation.scope.get(given) for given in map(dotted, flat(call))}
     values = {given: value for given, value in found.items() if isinstance(value, TermValue)}
     how = {given: how_divided(evaluation.terms, value.term)[0] for given, value in values.items()}
-    if not any(how.values()) and name.startswith("aten."):
+    if not any(how.values()) and not name.startswith("ops.zcompile."):
         return None
     return _Divided(evaluation, values, how).value(call)
 

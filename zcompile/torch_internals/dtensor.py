@@ -85,16 +85,16 @@ def with_joined_dims(mesh: DeviceMesh, joined: DeviceMesh, last: DeviceMesh) -> 
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh.flatten(0, -2), mesh_dim_names=names)
 
 
-def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """All ranks of a mesh as one dimension. Collective over the mesh that it was sliced from.
+def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
+    """All ranks of a mesh as one dimension, with a name. Collective over the mesh that it was sliced from.
 
     `_flatten` assumes that the root mesh has all ranks of the world. If several meshes are flattened at the same time,
     as by the stages of a pipeline, it gives their groups the same name, and they connect to each other.
     """
     if root_mesh(mesh).size() == dist.get_world_size():
-        return mesh._flatten()
+        return mesh._flatten(name)
     group = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
-    return DeviceMesh.from_group(group, mesh.device_type)
+    return DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=None if name is None else (name,))
 
 
 def forget_meshes() -> None:
