@@ -21,6 +21,8 @@ from tests.compare import full, gradients
 from tests.ranks import Ranks
 from tests.threads import Threads
 from zcompile import AgreementError, ZcompileError
+from zcompile.ir.operation import data
+from zcompile.ir.ops import Send
 from zcompile.proof.dumps import prove_dump
 from zcompile.tools.llama import Llama, LlamaShape
 
@@ -201,6 +203,71 @@ def stepped(rank: int, stage: int) -> str:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_train_steps_divide_sequences(threads: Threads, stage: int) -> None:
     assert threads.run(4, stepped, stage) == [""] * 4
+
+
+def two(data: int, number: int) -> list[Tensor]:
+    """The batch of two micro-batches."""
+    return [torch.cat(pair) for pair in zip(batch(data, number), batch(data + 50, number), strict=True)]
+
+
+def piped(rank: int, sizes: tuple[int, int, int], options: dict[str, Any]) -> str:
+    """Two steps of a pipeline, whose stages send each other parts of values, and an evaluation."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "sp"))
+    model = gpt()
+    plain, own, near = copy.deepcopy(model), mesh["dp"].get_local_rank(), {"rtol": 1e-4, "atol": 1e-5}
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, plain)]
+    step = zcompile.train_step(
+        model,
+        lambda model, tokens, targets: model(tokens, targets),
+        optimizers[0],
+        mesh=mesh,
+        sequence="ulysses",
+        microbatches=2,
+        **{"backend": "eager", "schedule": "1f1b", **options},
+    )
+    for number in range(2):
+        loss = step(*two(own, number))
+        for index in range(sizes[1]):
+            wanted = plain(*two(index, number))
+            (wanted / sizes[1]).backward()
+            if index == own:
+                torch.testing.assert_close(loss, wanted.detach(), **near)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    whole = step.full_state_dict(rank0_only=False)
+    torch.testing.assert_close(dict(whole), dict(plain.state_dict()), **near)
+    torch.testing.assert_close(step.evaluate(*two(own, 5)), plain(*two(own, 5)).detach(), **near)
+    assert step.program is not None
+    sent = {str(data(node).type) for node in step.program.nodes(Send)}
+    assert {text for text in sent if text.startswith("f32")} == {f"f32[{BATCH}, {LENGTH // sizes[2]}, 16]"}
+    if "dump" in options and rank == 0:
+        assert all(verdict.proof for verdict in prove_dump(Path(options["dump"])))
+    return ""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 1},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"stage": 3, "checkpoint": "unit"},
+                {"stage": 2, "chunk": 6, "schedule": "gpipe"},
+                {"stage": 0, "schedule": "interleavedzerobubble", "stages_per_rank": 2},
+            )
+        ),
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_stages_of_a_pipeline_send_parts(threads: Threads, options: dict[str, Any], tmp_path: Path) -> None:
+    dump = {} if "chunk" in options else {"dump": str(tmp_path)}
+    assert threads.run(4, piped, (2, 1, 2), {**options, **dump}) == [""] * 4
+
+
+@pytest.mark.nightly
+def test_stages_with_data_parallel_ranks_send_parts(threads: Threads) -> None:
+    assert threads.run(8, piped, (2, 2, 2), {"stage": 2}) == [""] * 8
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,11 @@ def is_collective(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace in _COMMUNICATING and not is_wait(node)
 
 
+def changes_division(node: fx.Node) -> bool:
+    """Return True for an operation that changes how a value is divided over the ranks of a sequence."""
+    return isinstance(node.target, OpOverload) and node.target.namespace == "zcompile"
+
+
 _COMMUNICATING = ("_c10d_functional", "_dtensor", "zcompile")
 """The second has `shard_dim_alltoall`, with which DTensors on GPUs change the dimension that they are sharded on."""
 

@@ -56,8 +56,10 @@ from zcompile.runtime.gradients.optimizer_trials import parameters_held
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.lockstep import RunKind
+from zcompile.schedule.default_pipeline import of_sequences
 from zcompile.schedule.option_checks import check_gathered
 from zcompile.schedule.options import Options
+from zcompile.schedule.pipeline import Verified
 from zcompile.state.model_state import ModelState
 from zcompile.torch_internals.dtensor import give_up, local_tensor
 from zcompile.torch_internals.modules import buffers_of, parameters_of
@@ -163,6 +165,8 @@ def trace_step(setup: StepSetup, first: CallSpec, like: StepTrace | None = None)
     check_traced(trace.program, len(setup.flat.names or ()), trains=like is None)
     if setup.table.microbatches > 1:
         check_mean(trace.program)
+    # Before it is cut, so that stages send each other parts.
+    trace.program = Verified.traced(trace.program).after(of_sequences(setup.options.sequence)).program
     return trace
 
 

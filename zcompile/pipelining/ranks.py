@@ -20,6 +20,7 @@ from zcompile.model.tensor_parallel import check_divided, model_parallel
 from zcompile.proof.ranks import check_texts
 from zcompile.runtime.agreement import ALIKE, Agreement, first_difference
 from zcompile.runtime.groups import (
+    SEQUENCE,
     Communicator,
     as_one,
     axes_of_mesh,
@@ -27,6 +28,8 @@ from zcompile.runtime.groups import (
     default_device,
     duplicate_group,
     names_replicas,
+    sequence_axes,
+    with_sequence,
 )
 from zcompile.runtime.stage_links import Route, StageLinks
 from zcompile.schedule.option_checks import check_dimensions
@@ -69,15 +72,17 @@ class PipelineRanks(ModelRanks):
         """Make the ranks of a mesh that `checked_device` accepts. Collective."""
         tensor = check_divided(model)
         own = _with_data(mesh, tensor)
-        shared = own[_data_names(own, tensor)]
+        shared, sequence = with_sequence(own[_data_names(own, tensor)], options.sequence)
+        assert shared is not None, "it is a part of the mesh"
         everyone = Communicator(as_one(own), device)
         data = data_ranks(shared, device, options)
         links = StageLinks(own[PIPELINE], lambda: duplicate_group(own, PIPELINE, device), everyone.waits, data)
         parallel = None
         if tensor is not None:
-            parallel = model_parallel(model, mesh[_data_names(mesh, tensor)], flat=options.divides_outside)
-        agreed = Agreement(everyone)
-        return cls(data, Agreement(data), agreed, parallel, links, _axes(own, data.mesh, tensor))
+            outer, _ = with_sequence(mesh[_data_names(mesh, tensor)], options.sequence)
+            parallel = model_parallel(model, outer, flat=options.divides_outside)
+        axes = (*_axes(own, data.mesh, tensor), *sequence_axes(sequence))
+        return cls(data, Agreement(data), Agreement(everyone), parallel, links, axes, sequence=sequence)
 
     def compare(self, what: str, text: str) -> str:
         """Compare texts of all ranks, and return the first rank's. Collective.
@@ -146,7 +151,9 @@ def checked_device(model: nn.Module, mesh: DeviceMesh, options: Options) -> torc
         OptionError: options do not fit the data-parallel dimensions.
     """
     tensor, names = check_divided(model), list(mesh.mesh_dim_names or ())
-    data, parts = _data_names(mesh, tensor), [] if tensor is None else [_name_of(tensor)]
+    divides = [SEQUENCE] if options.sequence is not None else []
+    data = tuple(name for name in _data_names(mesh, tensor) if name not in divides)
+    parts = [*divides, *([] if tensor is None else [_name_of(tensor)])]
     kind = repr(mesh.device_type)
     if data not in ((), (DATA,)) and not (len(data) == 2 and names_replicas(mesh[data])):
         others = [name for name in data if name != DATA]
@@ -157,7 +164,7 @@ def checked_device(model: nn.Module, mesh: DeviceMesh, options: Options) -> torc
         raise GroupError("mesh", problem, fix)
     if names != [PIPELINE, *data, *parts] or (parts and not data):
         known = (PIPELINE, *(data or (DATA,)), *parts)
-        sizes = ("stages", *(("ranks",) if len(data) < 2 else ("nodes", "ranks")), *(("parts",) if parts else ()))
+        sizes = ("stages", *(("ranks",) if len(data) < 2 else ("nodes", "ranks")), *("parts" for _ in parts))
         fix = f"give init_device_mesh({kind}, ({', '.join(sizes)}), mesh_dim_names={known})"
         divided = "" if tensor is None else f" for a model that is parallelized on {tensor}"
         raise GroupError("mesh", f"is {mesh}, which lacks a dimension, or has another order{divided}", fix)

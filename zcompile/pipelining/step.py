@@ -41,7 +41,7 @@ from zcompile.state.savable import Savable
 Result = TypeVar("Result")
 _TAKEN = frozenset({"stage", "prefetch", "dtype", "reduce_dtype", "backend", "bucket", "checkpoint", "chunk", "dump"})
 _TAKEN |= {"shard", "outer_dtype", "outer_gather_dtype", "memory_limit", "offload_parameters", "offload_activations"}
-_TAKEN |= {"record"}
+_TAKEN |= {"record", "sequence"}
 """Options of `zcompile.compile` that pipelines support, besides `units` and `mesh`."""
 
 

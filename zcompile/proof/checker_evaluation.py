@@ -129,8 +129,8 @@ class Evaluation:
         kinds: dict[str, str] = said.get("axes", {})
         found = ((name, axis) for name, axis in kinds.items() if axis.startswith("sequence "))
         self.group_of, ranks = next(found, ("", "sequence 0"))
-        self.ranks = int(ranks.split(" ")[1].rstrip(","))
-        """The number of ranks that divide the tokens of a batch."""
+        self.ranks = 0 if any("ops.zcompile." in line for line in capture.lines) else int(re.split("[ ,]", ranks)[1])
+        """The number of ranks that divide the tokens of a batch; 0 if the traced step is divided already."""
         if lacking := {"axes", "units"} - said.keys():
             raise ProofError(f"{capture.name} line 1", f"does not say what the {min(lacking)} are", FIX)
         self.units = {unit: UnitPart(unit, lines) for unit, lines in said["units"].items()}

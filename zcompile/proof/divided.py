@@ -101,7 +101,7 @@ def divided_result(graph: HasTerms, node: fx.Node) -> int | None:
         NotAlikeError: the operation gives something else of parts than of the whole.
     """
     target, terms = node.target, graph.terms
-    if not isinstance(target, OpOverload):
+    if not isinstance(target, OpOverload) or not terms.divides:
         return None
     given = {source: how_divided(terms, graph.term(source)) for source in tensors_of(node)}
     if target.namespace == "zcompile":

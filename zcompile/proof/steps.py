@@ -318,7 +318,7 @@ class StepTerms(GraphTerms):
 
     def mean(self, gradient: int) -> int:
         """Return a gradient that is averaged over data-parallel ranks, among which those of a sequence are."""
-        sequence = self.program.layout.sequence
+        sequence = self.program.layout.sequence if self.terms.divides else None
         return gradient if sequence is None else mean_over_ranks(self.terms, gradient, sequence.size)
 
     def _deliver(self, gradients: fx.Node) -> None:

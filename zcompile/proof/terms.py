@@ -54,10 +54,13 @@ def constant_key(value: Any) -> Key:
 
 
 class Terms:
-    """A table of terms; with `rules`, of their normal forms, in which matches of patterns are replaced."""
+    """A table of terms; with `rules`, of their normal forms, in which matches of patterns are replaced.
 
-    def __init__(self, rules: Sequence[Rule] = ()) -> None:
-        self.rules = tuple(rules)
+    `divides`: operations may divide values, and then have the terms of what they give of the whole.
+    """
+
+    def __init__(self, rules: Sequence[Rule] = (), *, divides: bool = True) -> None:
+        self.rules, self.divides = tuple(rules), divides
         self.keys: list[Key] = []
         self._terms: dict[Key, int] = {}
         self._constants: dict[tuple[type, Any], int] = {}

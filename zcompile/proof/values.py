@@ -37,7 +37,7 @@ from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Communication, Input, Kind, Parameter, Receive, Send
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import shared_results
-from zcompile.ir.side_effects import is_collective, is_opaque
+from zcompile.ir.side_effects import changes_division, is_collective, is_opaque
 from zcompile.ir.spelling import counted
 from zcompile.proof.operations import Regions, UnknownOperationError
 from zcompile.proof.steps import HELD_BACK, INPUT, StepTerms, Value, mean_of, sum_of
@@ -75,7 +75,9 @@ class TracedTerms:
 
     @cached_property
     def _evaluated(self) -> tuple[StepTerms, int]:
-        step = StepTerms(self.traced, Regions(Terms(self.rules)))
+        # The step of a pipeline is divided before it is cut: its stages are given parts.
+        divides = not any(map(changes_division, self.traced.graph.nodes))
+        step = StepTerms(self.traced, Regions(Terms(self.rules, divides=divides)))
         return step, len(step.terms.keys)
 
     @cached_property
@@ -153,11 +155,13 @@ class ExpectedValues:
 
     def _other_groups(self, program: Program) -> Iterator[Violation]:
         """Yield operations that divide a value over other ranks than those that are given the same inputs."""
+        if not self.terms.table.divides:
+            return  # they are as they were traced
         sequence = self.layout.sequence
         wanted = f"{sequence.size} of {sequence.name!r}" if sequence else "none"
         for graph in (program.graph, *(region.graph for region in program.regions.values())):
             for node in graph.nodes:
-                if is_collective(node) and node.target.namespace == "zcompile":
+                if changes_division(node):
                     *_, size = (None, *(arg for arg in node.args if isinstance(arg, int)))
                     if (ranks := f"{size} of {node.args[-1]!r}") != wanted:
                         yield Violation(node, f"{node.name} divides a value over ranks {ranks}; want {wanted}")

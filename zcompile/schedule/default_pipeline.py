@@ -159,7 +159,7 @@ def pipeline(
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
     rest = (split, ASSIGN, *recompute, *passes, *_within(limit, kept), *last)
     check_sequence(sequence)
-    first = [Pass("divide_sequence", divide_sequence)] if sequence is not None else []
+    first = of_sequences(sequence)
     chosen = (*first, *_chunks(chunk, free, rest, whole=whole), *rest)
     return Pipeline(STAGES[stage], chosen, (facts.VOLUME_RIGHT, *goals))
 
@@ -333,3 +333,8 @@ def _recomputes(
     finish = partial(run_passes, following)
     run = partial(recompute_activations, checkpoint=checkpoint, finish=finish, fuses=fuses, whole=whole)
     return [Pass("recompute_activations", run, (facts.UNITS_ASSIGNED,))]
+
+
+def of_sequences(sequence: Sequencing) -> list[Pass]:
+    """Return the passes that come before all others, also before a step is cut into stages of a pipeline."""
+    return [Pass("divide_sequence", divide_sequence)] if sequence is not None else []
