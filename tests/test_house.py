@@ -73,7 +73,7 @@ ROOMS = {
 
 LINES = {
     "zcompile": 1_810,
-    "zcompile/cost": 2_750,
+    "zcompile/cost": 2_755,
     "zcompile/engine": 5_580,
     "zcompile/facts": 790,
     "zcompile/frontend": 1_510,
@@ -86,13 +86,13 @@ LINES = {
     "zcompile/report": 1_550,
     "zcompile/schedule": 1_600,
     "zcompile/state": 1_660,
-    "zcompile/tools": 4_710,
+    "zcompile/tools": 4_750,
     "zcompile/torch_internals": 1_660,
     "passes": 5_350,
     "runtime": 8_825,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 53_630
+MOST_LINES = 53_690
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

@@ -331,6 +331,32 @@ def test_what_is_printed_runs(ranks: Ranks, mesh: tuple[int, int, int]) -> None:
         assert losses[2] < losses[1] < losses[0]
 
 
+def of_sequences(**given: Any) -> zcompile.MeshPlan:
+    with torch.device("meta"):
+        model, tokens = Llama(LlamaShape(2, 128, 256, 4, 2), 64), torch.empty(1, 1024, dtype=torch.int64)
+    options: dict[str, Any] = {"dtype": None, "memory_limit": "1 GB", "times": [1], "checkpoints": [None]}
+    options |= {"tensor_parallel": {}, "schedules": ["1f1b"], "stages": [3]}
+    return zcompile.plan_meshes(model, (tokens, tokens), world=2, hardware=CPU, **{**options, **given})
+
+
+@pytest.mark.slow
+def test_sequences_are_divided_where_data_parallelism_ends(ranks: Ranks) -> None:
+    """Where the batch has fewer samples than there are ranks, and where nothing else fits; as printed, it runs."""
+    plan, full = of_sequences(global_batch=1), of_sequences(global_batch=2)
+    assert {one.choice.mesh for one in full.forecasts} == {(1, 2, 1), (2, 1, 1)}
+    assert {one.choice.mesh for one in plan.forecasts} == {(2, 1, 1), (1, 1, 2, 1)}
+    least = min(one.nbytes for one in full.forecasts)
+    tight = of_sequences(global_batch=2, memory_limit=least - 1)
+    assert {one.choice.mesh for one in tight.forecasts} == {(1, 1, 2, 1)}
+    assert tight.as_dict()["forecasts"][0]["mesh"] == {"pp": 1, "dp": 1, "sp": 2, "tp": 1}
+    lines = tight.lines(tight.best())
+    assert lines[0] == "mesh = init_device_mesh('cpu', (1, 1, 2), mesh_dim_names=('pp', 'dp', 'sp'))"
+    assert 'sequence="ulysses"' in lines[1]
+    first, second = ranks.run(2, runs, [lines[0], lines[1].removesuffix(")") + ", backend='eager')"])
+    assert first == second
+    assert first[2] < first[1] < first[0]
+
+
 @pytest.mark.slow
 def test_what_fits_nowhere_is_said_with_what_comes_nearest() -> None:
     plan = found(memory_limit="1 MB", schedules=["1f1b"])

@@ -19,7 +19,7 @@ from zcompile.cost.roofline import FORMULAS, region_seconds
 from zcompile.cost.simulator import UPDATE_BYTES, simulate
 from zcompile.cost.timeline import Sent, Spent
 from zcompile.ir.axis import Axis, AxisKind, axes_of
-from zcompile.ir.layout import STAGES
+from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.operation import Data, set_data
 from zcompile.ir.ops import Compute, Input, Kind, Results
 from zcompile.ir.region import Region
@@ -225,7 +225,22 @@ def test_the_models_own_collectives_take_their_time_within_regions() -> None:
     slow = replace(SLOW_MEMORY, links=(Link("inside", 1e-3, 1e6),), launch=0.0)
     made = region(build, fuses=True)
     assert region_seconds(made, slow) == 0.0
-    assert region_seconds(made, slow, Axis("tp", AxisKind.TENSOR, 4)) == pytest.approx(2e-3 + 2 * NBYTES * 3 / 4 / 1e6)
+    layout = Layout((), axes=(Axis("tp", AxisKind.TENSOR, 4),))
+    assert region_seconds(made, slow, layout) == pytest.approx(2e-3 + 2 * NBYTES * 3 / 4 / 1e6)
+
+
+def test_exchanges_of_parts_of_sequences_are_over_their_own_axis() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        whole = graph.call_function(torch.ops.zcompile.all_gather.default, (x, 0, 1, 2, [0], "sp"))
+        return graph.call_function(torch.ops.zcompile.shard.default, (whole, 0, 1, 2, [0], "sp"))
+
+    slow = replace(SLOW_MEMORY, links=(Link("inside", 1e-3, 1e6),), launch=0.0, memory_bandwidth=1e18)
+    axes = Axis("tp", AxisKind.TENSOR, 4), Axis("sp", AxisKind.SEQUENCE, 2, 4)
+    made = region(build, fuses=True)
+    assert region_seconds(made, slow, Layout((), axes=axes[:1])) == 0.0
+    assert region_seconds(made, slow, Layout((), axes=axes)) == pytest.approx(
+        1e-3 + NBYTES / 2 / 1e6
+    )  # all values of `region` have one size
 
 
 def test_collectives_of_several_tensors_send_them_all() -> None:
@@ -235,4 +250,6 @@ def test_collectives_of_several_tensors_send_them_all() -> None:
 
     slow = replace(SLOW_MEMORY, links=(Link("inside", 0.0, 1e6),), launch=0.0, memory_bandwidth=1e18)
     axis = Axis("tp", AxisKind.TENSOR, 2)
-    assert region_seconds(region(build, fuses=True), slow, axis) == pytest.approx(2 * 2 * NBYTES / 2 / 1e6)
+    assert region_seconds(region(build, fuses=True), slow, Layout((), axes=(axis,))) == pytest.approx(
+        2 * 2 * NBYTES / 2 / 1e6
+    )

@@ -341,6 +341,7 @@ class MeshChoice:
         stage: The ZeRO stage.
         checkpoint: "unit", or None.
         dtype: The dtype to compute in; None for the model's own.
+        sequence: Ranks along the dimension that divides the tokens of a sequence.
     """
 
     pipeline: int
@@ -353,21 +354,29 @@ class MeshChoice:
     stage: int
     checkpoint: str | None
     dtype: torch.dtype | None
+    sequence: int = 1
 
     @property
-    def mesh(self) -> tuple[int, int, int]:
-        """Sizes of the dimensions "pp", "dp" and "tp"."""
-        return self.pipeline, self.data, self.tensor
+    def mesh(self) -> tuple[int, ...]:
+        """The sizes of its dimensions, outermost first."""
+        return tuple(self.sizes.values())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the dimensions "pp", "dp" and "tp", and "sp" if sequences are divided, outermost first."""
+        divided = {"sp": self.sequence} if self.sequence > 1 else {}
+        return {"pp": self.pipeline, "dp": self.data, **divided, "tp": self.tensor}
 
     def lines(self, device: str, texts: ChoiceTexts) -> list[str]:
         """Return the lines of Python that make this choice for a `model` and an `optimizer`."""
-        names = ("pp", "dp", "tp")[: 3 if self.tensor > 1 else 2]
+        names = tuple(name for name, size in self.sizes.items() if name != "tp" or size > 1)
         lines = [f"mesh = init_device_mesh({device!r}, {self.mesh[: len(names)]}, mesh_dim_names={names})"]
         if self.tensor > 1:
             lines.append(f'parallelize_module(model, mesh["tp"], {texts.tensor_parallel})')
         given = [f"schedule={self.schedule!r}", f"microbatches={self.microbatches}"]
         given += [f"stages_per_rank={self.stages_per_rank}"] if self.stages_per_rank > 1 else []
         given += [f"stage={self.stage}"]
+        given += ['sequence="ulysses"'] if self.sequence > 1 else []
         given += [f"checkpoint={self.checkpoint!r}"] if self.checkpoint else []
         given += [f"dtype={self.dtype}"] if self.dtype is not None else []
         given += [f"units={list(texts.units)}"] if texts.units else []
@@ -402,7 +411,7 @@ class MeshForecast(StepForecast):
         """Return what `zcompile plan --mesh auto --json` prints for this forecast."""
         choice = self.choice
         return {
-            "mesh": {"pp": choice.pipeline, "dp": choice.data, "tp": choice.tensor},
+            "mesh": choice.sizes,
             "microbatch_size": choice.microbatch_size,
             "microbatches": choice.microbatches,
             "schedule": choice.schedule,
@@ -499,7 +508,8 @@ class MeshPlan(PrintedPlan):
     def _table(self) -> Table:
         caption = "GB: 10^9 bytes of the fullest rank at the peak of a step; idle: share of all ranks' time"
         table = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1))
-        for heading in ("pp", "dp", "tp", "micro-batches"):
+        names = max((forecast.choice.sizes for forecast in self.forecasts), key=len)
+        for heading in (*names, "micro-batches"):
             table.add_column(heading, justify="right", no_wrap=True)
         for heading in ("schedule", "stages", "ZeRO", "checkpoint"):
             table.add_column(heading, no_wrap=True)
@@ -508,7 +518,7 @@ class MeshPlan(PrintedPlan):
         for index, forecast in enumerate(self.forecasts):
             choice = forecast.choice
             table.add_row(
-                *map(str, choice.mesh),
+                *(str(choice.sizes.get(name, 1)) for name in names),
                 f"{choice.microbatches} of {choice.microbatch_size}",
                 choice.schedule if choice.pipeline > 1 else "",
                 str(choice.stages_per_rank * choice.pipeline) if choice.pipeline > 1 else "",

@@ -17,12 +17,12 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from zcompile.cost.fusion import fuses, is_stored
 from zcompile.cost.hardware import Hardware
-from zcompile.ir.axis import Axis
+from zcompile.ir.layout import Layout
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Call, Compute, Item, values_of
 from zcompile.ir.program import Program
 from zcompile.ir.region import Region
-from zcompile.ir.side_effects import is_collective, is_wait
+from zcompile.ir.side_effects import changes_division, is_collective, is_wait
 
 _LATENCY_SHARE = 1 / 20
 _BUCKETS = (2**20, 64 * 2**20)
@@ -87,19 +87,23 @@ def bucket_for(hardware: Hardware, stride: int = 1) -> int:
     return int(min(max(wanted, least), most))
 
 
-def region_seconds(region: Region, hardware: Hardware, axis: Axis | None = None) -> float:
+def region_seconds(region: Region, hardware: Hardware, layout: Layout | None = None) -> float:
     """Return the seconds of a region on `hardware`: the sum over its operations.
 
-    Collectives in the region are over `axis`, and nothing hides them. The turns of a loop over rows count all.
+    Collectives in the region are over the axes of `layout` that divide values, and nothing hides them. The turns of a
+    loop over rows count all.
     """
     nodes = [node for node in region.graph.nodes if node.op == "call_function" and isinstance(data(node).op, Compute)]
-    sent = sum(_collective_seconds(node, hardware, axis) for node in nodes if axis and is_collective(node))
+    sent = sum(_collective_seconds(node, hardware, layout) for node in nodes if layout and is_collective(node))
     computing = (node for node in nodes if not is_collective(node) and not is_wait(node))
     return region.turns * (sent + sum(_seconds_within(node, region, hardware) for node in computing))
 
 
-def _collective_seconds(node: fx.Node, hardware: Hardware, axis: Axis) -> float:
-    """Return the seconds of a collective in the model's own code; its payload is the larger of input and output."""
+def _collective_seconds(node: fx.Node, hardware: Hardware, layout: Layout) -> float:
+    """Return the seconds of a collective within a region; its payload is the larger of input and output."""
+    axis = layout.sequence if changes_division(node) else layout.tensor
+    if axis is None or _packet(node).__name__ == "shard":
+        return 0.0
     payload = max(sum(data(value).nbytes for value in values_of(node)), sum(map(_bytes, node.all_input_nodes)))
     reduces = _packet(node).__name__.startswith("all_reduce")
     return hardware.collective_seconds(payload * (2 if reduces else 1), axis)
@@ -152,7 +156,7 @@ def line_seconds(program: Program, line: fx.Node, hardware: Hardware) -> float:
         sent = hardware.collective_seconds(traffic.payload, traffic.axis, traffic.messages)
         return traffic.copied / hardware.host_bandwidth + sent
     if isinstance(op, Call):
-        return region_seconds(program.regions[op.region], hardware, program.layout.tensor or program.layout.sequence)
+        return region_seconds(program.regions[op.region], hardware, program.layout)
     return operation_seconds(line, hardware) if isinstance(op, Compute) else 0.0
 
 

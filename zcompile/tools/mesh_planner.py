@@ -51,6 +51,8 @@ def plan_meshes(
 ) -> MeshPlan:
     """Find the fastest configuration to train `model` on `world` ranks within memory: mesh, schedule and options.
 
+    Sequences are divided, too, where a step has fewer samples than there are ranks, or nothing fits otherwise.
+
     Args:
         model: A plain module, on any device or on meta. It is not run: no group, GPU or memory for it is needed.
         args: Positional arguments of a call with the smallest micro-batch. Tensors may be on meta.

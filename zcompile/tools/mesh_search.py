@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,7 +51,7 @@ class MeshSearch:
     """Bytes per rank."""
     report_progress: Progress
     notes: list[str]
-    best: dict[tuple[int, int, int], MeshForecast] = field(default_factory=dict)
+    best: dict[tuple[int, ...], MeshForecast] = field(default_factory=dict)
     searched: int = 0
     _tried: list[tuple[int, MeshChoice]] = field(default_factory=list)
     """Choices that do not fit, with their least bytes."""
@@ -59,29 +59,44 @@ class MeshSearch:
     """Number of choices with more than `ACTIONS` actions."""
     _tables: dict[tuple[str, int, int, int], ActionTable | None] = field(default_factory=dict)
     _settings: dict[tuple[Any, ...], PipelineSetting] = field(default_factory=dict)
-    _cuts: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
+    _cuts: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Search all meshes."""
+        """Search all meshes; those that divide sequences where data parallelism ends, until they are no faster."""
         tensors = list(self._tensor_sizes())
-        for done, tensor in enumerate(tensors):
-            self.report_progress(f"tracing one of {tensor} part{'s' * (tensor > 1)}", done, len(tensors))
-            try:
-                self._costs(tensor, self.space.times[0] * self.space.least, None)
-            except (CaptureError, ModelError) as error:
-                if tensor == 1:
-                    raise
-                what = f"no tensor parallelism over {tensor} ranks: a rank's part cannot be traced"
-                self.notes.append(f"{what}: {error.problem}")
-                continue
-            for pipeline in _divisors(self.space.world // tensor):
-                data = self.space.world // tensor // pipeline
-                self.report_progress(f"{pipeline} x {data} x {tensor}", done, len(tensors))
-                self._search_mesh(pipeline, data, tensor)
+        self._search_inner([(1, tensor) for tensor in tensors])
+        if not self.best or self.space.global_batch < self.space.world * self.space.least:
+            for sequence in _divisors(self.space.world)[1:]:
+                before = min((found.seconds for found in self.best.values()), default=math.inf)
+                self._search_inner([(sequence, tensor) for tensor in tensors])
+                if self.best and min(found.seconds for found in self.best.values()) >= before:
+                    break
         if self._left_out:
             most = f"stages x micro-batches are more than {ACTIONS // 2:,}"
             self.notes.append(f"{self._left_out} choices not compared: {most}")
         self.report_progress("done", len(tensors), len(tensors))
+
+    def _search_inner(self, inner: Sequence[tuple[int, int]]) -> None:
+        """Search the meshes of which so many ranks divide tokens, and so many of these parameters."""
+        for done, (sequence, tensor) in enumerate(inner):
+            ranks, left = divmod(self.space.world, sequence * tensor)
+            if left:
+                continue
+            of = f"{tensor} part{'s' * (tensor > 1)}{f' of {sequence} parts of a sequence' if sequence > 1 else ''}"
+            self.report_progress(f"tracing one of {of}", done, len(inner))
+            try:
+                self._costs((sequence, tensor), self.space.times[0] * self.space.least, None)
+            except (CaptureError, ModelError, OptionError) as error:
+                if (sequence, tensor) == (1, 1):
+                    raise
+                what = f"no tensor parallelism over {tensor} ranks: a rank's part cannot be traced"
+                what = f"no sequences over {sequence} ranks beside {tensor} parts" if sequence > 1 else what
+                self.notes.append(f"{what}: {error.problem}")
+                continue
+            for pipeline in _divisors(ranks):
+                mesh = pipeline, ranks // pipeline, sequence, tensor
+                self.report_progress(" x ".join(map(str, mesh)), done, len(inner))
+                self._search_mesh(*mesh)
 
     def _tensor_sizes(self) -> Iterator[int]:
         """Degrees of tensor parallelism: at most the size of the innermost level of the network."""
@@ -89,20 +104,21 @@ class MeshSearch:
         most = links[0].members if len(links) > 1 else self.space.world
         yield from (size for size in _divisors(self.space.world) if size == 1 or (self.traced.plan and size <= most))
 
-    def _costs(self, tensor: int, size: int, checkpoint: str | None) -> PipelineCosts:
-        """Costs of the units on a rank with tensor parallelism of degree `tensor`, for micro-batches of `size` rows."""
-        return self.traced.costs(tensor, size // self.space.least, checkpoint=checkpoint is not None)
+    def _costs(self, inner: tuple[int, int], size: int, checkpoint: str | None) -> PipelineCosts:
+        """Costs of the units for one of `inner` ranks, which divide tokens and parameters, and `size` rows."""
+        sequence, tensor = inner
+        times, again = size // self.space.least, checkpoint is not None
+        return self.traced.costs(tensor, times, checkpoint=again, sequence=sequence)
 
     def _search_mesh(self, *mesh: int) -> None:
         """Forecast those choices on a mesh that may be faster than the best so far."""
-        pipeline, data, tensor = mesh
-        bounded = self._bounded(pipeline, data, tensor)
+        bounded = self._bounded(*mesh)
         for bound, choice in sorted(bounded, key=lambda one: (one[0], one[1].stages_per_rank)):
             if choice.mesh in self.best and bound >= self.best[choice.mesh].seconds:
                 break
             self._try(choice)
 
-    def _bounded(self, pipeline: int, data: int, tensor: int) -> Iterator[tuple[float, MeshChoice]]:
+    def _bounded(self, pipeline: int, data: int, sequence: int, tensor: int) -> Iterator[tuple[float, MeshChoice]]:
         """The choices on a mesh, before choosing a ZeRO stage, each with a lower bound of a step's seconds."""
         space = self.space
         for size in (times * space.least for times in space.times):
@@ -111,7 +127,7 @@ class MeshSearch:
                 continue
             for schedule in space.schedules if pipeline > 1 else ("1f1b",):
                 for per_rank in STAGES_PER_RANK.get(schedule, (SCHEDULES[schedule].stages,)):
-                    if pipeline * per_rank > len(self._costs(tensor, size, None).names):
+                    if pipeline * per_rank > len(self._costs((sequence, tensor), size, None).names):
                         continue
                     if 2 * pipeline * per_rank * microbatches > ACTIONS:
                         self._left_out += len(space.checkpoints)
@@ -120,7 +136,7 @@ class MeshSearch:
                         continue
                     shape = pipeline, data, tensor, size, microbatches, schedule, per_rank
                     for checkpoint in space.checkpoints:
-                        choice = MeshChoice(*shape, stage=0, checkpoint=checkpoint, dtype=self.traced.dtype)
+                        choice = MeshChoice(*shape, 0, checkpoint, self.traced.dtype, sequence)
                         yield least_seconds(self._divided(choice)), choice
 
     def _table(self, schedule: str, ranks: int, microbatches: int, stages_per_rank: int) -> ActionTable | None:
@@ -136,16 +152,18 @@ class MeshSearch:
     def _starts(self, choice: MeshChoice) -> tuple[int, ...]:
         """The first unit of each stage, as `train_step` chooses them."""
         stages = choice.pipeline * choice.stages_per_rank
-        if (key := (choice.tensor, choice.microbatch_size, stages)) not in self._cuts:
-            self._cuts[key] = (0, *balanced(self._costs(*key[:2], None).work, stages))
+        inner = choice.sequence, choice.tensor
+        if (key := (*inner, choice.microbatch_size, stages)) not in self._cuts:
+            self._cuts[key] = (0, *balanced(self._costs(inner, choice.microbatch_size, None).work, stages))
         return self._cuts[key]
 
     def _divided(self, choice: MeshChoice) -> DividedPipeline:
         key = choice.mesh, choice.microbatch_size, choice.checkpoint, choice.stage
         if key not in self._settings:
-            pipeline = Axis("pp", AxisKind.PIPELINE, choice.pipeline, choice.data * choice.tensor)
-            axes = axes_of(choice.data, choice.tensor)
-            costs = self._costs(choice.tensor, choice.microbatch_size, choice.checkpoint)
+            data = choice.data * choice.sequence
+            pipeline = Axis("pp", AxisKind.PIPELINE, choice.pipeline, data * choice.tensor)
+            axes = axes_of(data, choice.tensor)
+            costs = self._costs((choice.sequence, choice.tensor), choice.microbatch_size, choice.checkpoint)
             stage = STAGES[choice.stage]
             self._settings[key] = PipelineSetting(costs, self.traced.hardware, stage, axes, pipeline, PREFETCH)
         table = self._table(choice.schedule, choice.pipeline, choice.microbatches, choice.stages_per_rank)
@@ -169,12 +187,13 @@ class MeshSearch:
 
     def _stages_for(self, choice: MeshChoice) -> list[int]:
         """ZeRO stages, the one that sends least first. One rank shards nothing, but stage 3 still releases units."""
-        wanted = (0, 3) if choice.data == 1 else (1, 0, 2, 3)
+        wanted = (0, 3) if choice.data * choice.sequence == 1 else (1, 0, 2, 3)
         return [stage for stage in wanted if stage in self.space.stages] or list(self.space.stages[:1])
 
     def _forecast(self, choice: MeshChoice) -> MeshForecast:
         found = forecast(self._divided(choice))
-        flops = self._costs(choice.tensor, choice.microbatch_size, None).flops * choice.microbatches / choice.pipeline
+        costs = self._costs((choice.sequence, choice.tensor), choice.microbatch_size, None)
+        flops = costs.flops * choice.microbatches / choice.pipeline
         most = found.fullest
         return MeshForecast(
             choice=choice,
