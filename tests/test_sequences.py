@@ -146,8 +146,8 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BESIDE)
-def test_other_options_go_beside_a_divided_sequence(threads: Threads, name: str) -> None:
-    assert threads.run(2, trained, 1, 2, BESIDE[name]) == ["", ""]
+def test_other_options_go_beside_a_divided_sequence(threads: Threads, name: str, tmp_path: Path) -> None:
+    assert threads.run(2, trained, 1, 2, {**BESIDE[name], "dump": str(tmp_path)}) == ["", ""]
 
 
 def behind_torch_compile(rank: int) -> str:
@@ -261,8 +261,7 @@ def piped(rank: int, sizes: tuple[int, int, int], options: dict[str, Any]) -> st
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_stages_of_a_pipeline_send_parts(threads: Threads, options: dict[str, Any], tmp_path: Path) -> None:
-    dump = {} if "chunk" in options else {"dump": str(tmp_path)}
-    assert threads.run(4, piped, (2, 1, 2), {**options, **dump}) == [""] * 4
+    assert threads.run(4, piped, (2, 1, 2), {**options, "dump": str(tmp_path)}) == [""] * 4
 
 
 @pytest.mark.nightly

@@ -104,6 +104,10 @@ class _Divided(Loop):
             return whole
         head = f"share {self.ranks}" if at == SUM else f"part {at[0]} {at[1]} {self.size} {self.ranks}"
         made: TermValue = self.of._made(self.of.terms.make(head, whole.term))
+        if (shape := self.of.terms.shapes.get(whole.term)) is not None:  # loops over rows of a part ask for it
+            own = at[0] if type(at) is tuple else -1
+            sizes = (size // self.ranks if dim == own else size for dim, size in enumerate(shape))
+            self.of.terms.shapes[made.term] = tuple(sizes)
         return made
 
     def _shares(self, packet: str, call: ast.Call) -> TermValue:
