@@ -27,6 +27,7 @@ from zcompile.cost.hardware import load_profile
 from zcompile.engine.step_trace import Traced, intercepting
 from zcompile.schedule.decision import Request
 from zcompile.tools import command_line, doctor
+from zcompile.tools.arguments import tokens_of
 from zcompile.tools.named_models import subject_of
 
 Run = Callable[..., tuple[int, str, str]]
@@ -587,3 +588,14 @@ def test_the_doctor_writes_a_profile_that_plans_take(run: Run, tmp_path: Path) -
     assert 1e8 < hardware.flops["float32"] < 1e13
     assert hardware.links[0].bandwidth > 1e6
     assert run("plan", "fac.py:make", "--hardware", "here.toml", *LITTLE)[0] == 0
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("4096", 4096), ("128k", 131_072), ("1M", 1_048_576), (7, 7)])
+def test_numbers_of_tokens_have_suffixes(text: str | int, tokens: int) -> None:
+    assert tokens_of(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5k", "1m", "k", ""])
+def test_what_is_no_number_of_tokens_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match=r"is not a number of tokens, such as 4096, 128k or 1M"):
+        tokens_of(text)

@@ -86,13 +86,13 @@ LINES = {
     "zcompile/report": 1_550,
     "zcompile/schedule": 1_600,
     "zcompile/state": 1_660,
-    "zcompile/tools": 4_750,
+    "zcompile/tools": 4_760,
     "zcompile/torch_internals": 1_660,
     "passes": 5_350,
     "runtime": 8_825,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 53_690
+MOST_LINES = 53_700
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

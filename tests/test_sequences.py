@@ -81,6 +81,7 @@ def trained(
     "data, ranks, stage",
     [(*shape, stage) for shape in ((1, 2), (2, 2), (1, 4)) for stage in range(4)],
     [(1, 2, 3)],
+    pairs=False,
 )
 def test_a_divided_sequence_trains_as_one_process(threads: Threads, data: int, ranks: int, stage: int) -> None:
     assert threads.run(data * ranks, trained, data, ranks, {"stage": stage}) == [""] * data * ranks
@@ -95,7 +96,7 @@ def test_a_divided_sequence_trains_as_one_process(threads: Threads, data: int, r
         for stage in (1, 3)
     ],
     [],
-    pairs=False,
+    slow=[(((2, 2), ("replicate", "sp")), "hsdp", 3), (((2, 1, 2), ("replicate", "shard", "sp")), "hpz", 1)],
 )
 def test_replicas_divide_their_sequences(threads: Threads, shape: Shape, shard: str, stage: int) -> None:
     assert threads.run(4, trained, 2, 2, {"stage": stage, "shard": shard}, shape) == [""] * 4
@@ -127,8 +128,7 @@ def llama_in_parts() -> tuple[nn.Module, Mapping[str, ParallelStyle]]:
     return small_llama(), Llama.tp_plan
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("make", "stage"), [(llama, 3), (llama, 0), (llama_in_parts, 2)])
+@quickly("make, stage", [(llama, 3), (llama, 0), (llama_in_parts, 2)], [], slow=[(llama, 3)])
 def test_tensor_parallel_ranks_divide_their_sequences(ranks: Ranks, make: Any, stage: int, tmp_path: Path) -> None:
     options = {"stage": stage, "dump": str(tmp_path), "checkpoint": "unit"}
     assert ranks.run(4, trained, 1, 2, options, ((1, 2), ("dp", "sp")), make) == [""] * 4

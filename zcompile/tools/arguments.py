@@ -7,6 +7,7 @@ the message for a wrong command do not wait for torch.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,7 +38,17 @@ Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help=f"{BATCH}.")]
 Chunk = Annotated[
     str, typer.Option("--chunk", help="'none', 'auto', or the rows for which wide values are computed at once.")
 ]
-Sequence_ = Annotated[int, typer.Option("--sequence", "-s", min=1, help="Tokens in a sequence.")]
+
+
+def tokens_of(text: str | int) -> int:
+    """Return a number of tokens: `4096`, `128k` or `1M`, in powers of two."""
+    if match := re.fullmatch(r"([1-9]\d*)([kM]?)", str(text)):
+        return int(match[1]) << 10 * " kM".index(match[2] or " ")
+    raise typer.BadParameter(f"{text!r} is not a number of tokens, such as 4096, 128k or 1M")
+
+
+_LENGTH = "Tokens in a sequence, such as 4096, 128k or 1M."
+Sequence_ = Annotated[int, typer.Option("--sequence", "-s", parser=tokens_of, metavar="TOKENS", help=_LENGTH)]
 Hardware_ = Annotated[
     str, typer.Option("--hardware", "-p", help=f"A profile: {', '.join(profiles())}, or the path of a profile.")
 ]
