@@ -59,6 +59,8 @@ class MeshSearch:
     """Number of choices with more than `ACTIONS` actions."""
     _tables: dict[tuple[str, int, int, int], ActionTable | None] = field(default_factory=dict)
     _settings: dict[tuple[Any, ...], PipelineSetting] = field(default_factory=dict)
+    _units: dict[int, TracedUnits] = field(default_factory=dict)
+    """By the number of ranks that divide tokens."""
     _cuts: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -107,8 +109,9 @@ class MeshSearch:
     def _costs(self, inner: tuple[int, int], size: int, checkpoint: str | None) -> PipelineCosts:
         """Costs of the units for one of `inner` ranks, which divide tokens and parameters, and `size` rows."""
         sequence, tensor = inner
-        times, again = size // self.space.least, checkpoint is not None
-        return self.traced.costs(tensor, times, checkpoint=again, sequence=sequence)
+        if sequence not in self._units:
+            self._units[sequence] = self.traced if sequence == 1 else self.traced.over(sequence)
+        return self._units[sequence].costs(tensor, size // self.space.least, checkpoint=checkpoint is not None)
 
     def _search_mesh(self, *mesh: int) -> None:
         """Forecast those choices on a mesh that may be faster than the best so far."""

@@ -31,9 +31,6 @@ from zcompile.tools.tracing import trace
 from zcompile.tools.unit_costs import UnitStages, costs_of_units
 from zcompile.torch_internals.pytree import tree_map_only
 
-_Sizes = tuple[int, int, int]
-"""Tensor-parallel ranks, the multiple of the smallest micro-batch, and the ranks that divide its tokens."""
-
 
 @dataclass
 class TracedUnits:
@@ -48,6 +45,7 @@ class TracedUnits:
         hardware: The hardware that costs are predicted for.
         plan: Tensor-parallel plan; None for no tensor parallelism.
         loss_fn: Called as `loss_fn(model, *args, **kwargs)`, returns the loss; None: the model returns it.
+        sequence: The number of ranks that divide the tokens.
     """
 
     model: nn.Module
@@ -58,17 +56,16 @@ class TracedUnits:
     hardware: Hardware
     plan: Mapping[str, ParallelStyle] | None = None
     loss_fn: Callable[..., Any] | None = None
+    sequence: int = 1
     _whole: UnitStages | None = None
     """All units, traced for the first size requested."""
     _kept: tuple[int, ...] = ()
     """Indices of the units of the reduced model."""
-    _traced: dict[_Sizes, UnitStages] = field(default_factory=dict)
-    _costs: dict[tuple[int, int, bool, int], PipelineCosts] = field(default_factory=dict)
+    _traced: dict[tuple[int, int], UnitStages] = field(default_factory=dict)
+    _costs: dict[tuple[int, int, bool], PipelineCosts] = field(default_factory=dict)
 
-    def costs(self, parts: int, times: int, *, checkpoint: bool, sequence: int = 1) -> PipelineCosts:
+    def costs(self, parts: int, times: int, *, checkpoint: bool) -> PipelineCosts:
         """Costs of the units on a rank with tensor parallelism of degree `parts`, for `times` the smallest micro-batch.
-
-        `sequence`: how many ranks divide its tokens.
 
         Raises:
             CaptureError, OptionError: see `zcompile.tools.tracing.trace`; or the result is not a loss, or the tokens
@@ -76,9 +73,9 @@ class TracedUnits:
             ModelError: see there; or the model cannot be copied or parallelized.
             GroupError: a process group exists, and tensor parallelism is traced with a fake group.
         """
-        key = parts, times, checkpoint, sequence
+        key = parts, times, checkpoint
         if key not in self._costs:
-            units, whole = self._of((parts, times, sequence)), self._whole
+            units, whole = self._of(parts, times), self._whole
             assert whole is not None, "the first trace is of the whole model"
             alike: Sequence[int] = range(len(units.names))
             if len(units.names) < len(whole.names):
@@ -89,21 +86,25 @@ class TracedUnits:
             self._costs[key] = costs_of_units(whole, checkpoint=checkpoint, like=units, alike=alike)
         return self._costs[key]
 
-    def _of(self, sizes: _Sizes) -> UnitStages:
-        if sizes not in self._traced:
+    def over(self, sequence: int) -> TracedUnits:
+        """Return the same model, whose tokens so many ranks divide; its units need not be alike where others' are."""
+        return replace(self, sequence=sequence, _whole=None, _kept=(), _traced={}, _costs={})
+
+    def _of(self, parts: int, times: int) -> UnitStages:
+        if (parts, times) not in self._traced:
             if self._whole is None:
-                self._whole = self._trace(sizes)
+                self._whole = self._trace(parts, times)
                 self._kept = _some_of_each(self._whole)
-                shorter = self._shorter(sizes)
+                shorter = self._shorter(parts, times)
                 if shorter is None or shorter.keys != tuple(self._whole.keys[unit] for unit in self._kept):
                     self._kept = tuple(range(len(self._whole.names)))
                     shorter = self._whole
-                self._traced[sizes] = shorter
+                self._traced[parts, times] = shorter
             else:
-                self._traced[sizes] = self._shorter(sizes) or self._trace(sizes)
-        return self._traced[sizes]
+                self._traced[parts, times] = self._shorter(parts, times) or self._trace(parts, times)
+        return self._traced[parts, times]
 
-    def _shorter(self, sizes: _Sizes) -> UnitStages | None:
+    def _shorter(self, parts: int, times: int) -> UnitStages | None:
         """Trace the reduced model; None if nothing can be left out, or its units differ."""
         assert self._whole is not None, "the first trace is of the whole model"
         blocks, names = find_blocks(self.model), self._whole.names
@@ -111,7 +112,7 @@ class TracedUnits:
         if not dropped or not dropped.issubset(blocks) or self._names_blocks():
             return None
         try:
-            found = self._trace(sizes, without=dropped)
+            found = self._trace(parts, times, without=dropped)
         except Exception:  # code that relies on all blocks may raise anything
             return None
         wanted = [self._whole.stages[unit].boundary for unit in self._kept]
@@ -121,8 +122,8 @@ class TracedUnits:
         """True if options name blocks by index, which would mean other blocks in the reduced model."""
         return any(part.isdecimal() for name in (*(self.units or ()), *(self.plan or ())) for part in name.split("."))
 
-    def _trace(self, sizes: _Sizes, without: set[str] = frozenset()) -> UnitStages:  # type: ignore[assignment]
-        model, (parts, times, sequence) = _without(_copied(self.model), without), sizes
+    def _trace(self, parts: int, times: int, without: set[str] = frozenset()) -> UnitStages:  # type: ignore[assignment]
+        model = _without(_copied(self.model), without)
 
         def larger(tensor: torch.Tensor) -> torch.Tensor:
             shape = (tensor.shape[0] * times, *tensor.shape[1:]) if tensor.dim() else tensor.shape
@@ -131,21 +132,11 @@ class TracedUnits:
         args, kwargs = tree_map_only(torch.Tensor, larger, (tuple(self.args), dict(self.kwargs)))
         with _divided(model, parts, self.plan):
             device, results = self.hardware.device, FlatResults()
-            dtype, units, loss_fn = self.dtype, self.units, self.loss_fn
-            traced = trace(
-                model,
-                args,
-                kwargs,
-                dtype=dtype,
-                units=units,
-                device=device,
-                loss_fn=loss_fn,
-                results=results,
-                chunks=sequence > 1,
-            )
+            given = {"dtype": self.dtype, "units": self.units, "loss_fn": self.loss_fn, "chunks": self.sequence > 1}
+            traced = trace(model, args, kwargs, device=device, results=results, **given)  # type: ignore[arg-type]
         check_traced(traced, len(results.names or ()))
-        if sequence > 1:
-            axis = Axis("sp", AxisKind.SEQUENCE, sequence, parts)
+        if self.sequence > 1:
+            axis = Axis("sp", AxisKind.SEQUENCE, self.sequence, parts)
             traced = replace(traced, layout=replace(traced.layout, axes=(*traced.layout.axes, axis)))
             traced = Verified.traced(traced).after(of_sequences("ulysses")).program
         return UnitStages.of(traced, guess_for(self.hardware.device), self.hardware)
