@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
@@ -17,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 import zcompile
 from examples.gpt import GPT, GPTConfig
 from tests.cases import quickly
-from tests.compare import full, gradients
+from tests.compare import differing, full, gradients, parameters
 from tests.ranks import Ranks
 from tests.threads import Threads
 from zcompile import AgreementError, ZcompileError
@@ -85,6 +86,48 @@ def trained(
 )
 def test_a_divided_sequence_trains_as_one_process(threads: Threads, data: int, ranks: int, stage: int) -> None:
     assert threads.run(data * ranks, trained, data, ranks, {"stage": stage}) == [""] * data * ranks
+
+
+def in_parts(model: Any, tokens: Tensor, targets: Tensor, parts: int) -> Tensor:
+    """The loss of the plain model, computed in the order of ranks that divide tokens, and heads for attention."""
+    positions = model.positions(torch.arange(tokens.shape[1]))
+    xs = [model.tokens(t) + p for t, p in zip(tokens.chunk(parts, 1), positions.chunk(parts), strict=True)]
+    for block in model.blocks:
+        given = [block.attention.project(block.norm_attention(x)).chunk(3, -1) for x in xs]
+        of_all = (torch.cat(one, 1).unflatten(-1, (4, -1)).transpose(1, 2) for one in zip(*given, strict=True))
+        some = zip(*(one.chunk(parts, 1) for one in of_all), strict=True)
+        mixed = [F.scaled_dot_product_attention(*heads, is_causal=True) for heads in some]
+        seen = torch.cat(mixed, 1).transpose(1, 2).flatten(2).chunk(parts, 1)
+        xs = [x + block.attention.out(one) for x, one in zip(xs, seen, strict=True)]
+        xs = [x + block.mlp(block.norm_mlp(x)) for x in xs]
+    scores = [F.log_softmax(model.head(model.norm(x)).flatten(0, 1), 1) for x in xs]
+    picked = [one.gather(1, t.reshape(-1, 1)) for one, t in zip(scores, targets.chunk(parts, 1), strict=True)]
+    first, *others = [one.neg().sum() for one in picked]
+    total: Tensor = sum(others, first)
+    return total / targets.numel()
+
+
+def of_the_same_bits(rank: int, stage: int) -> list[str]:
+    """After three steps, the parameters that differ from those of the plain model in the order of the ranks."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
+    model = gpt()
+    plain = copy.deepcopy(model)
+    compiled = zcompile.compile(model, mesh=mesh, sequence="ulysses", stage=stage, backend="eager")
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (compiled, plain)]
+    for step in range(3):
+        losses = compiled(*batch(0, step)), in_parts(plain, *batch(0, step), 2)
+        assert torch.equal(*losses), losses
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return differing(parameters(model), parameters(plain))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_numbers_are_those_of_one_process_in_the_order_of_the_ranks(threads: Threads, stage: int) -> None:
+    assert threads.run(2, of_the_same_bits, stage) == [[], []]
 
 
 @quickly(
