@@ -79,7 +79,7 @@ LINES = {
     "zcompile/frontend": 1_510,
     "zcompile/integrations": 660,
     "zcompile/ir": 5_370,
-    "zcompile/model": 1_570,
+    "zcompile/model": 1_585,
     "zcompile/pipelining": 2_130,
     "zcompile/proof": 5_450,
     "zcompile/recording": 820,
@@ -92,7 +92,7 @@ LINES = {
     "runtime": 8_825,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 53_700
+MOST_LINES = 53_735
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

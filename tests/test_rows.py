@@ -275,6 +275,16 @@ def test_an_operation_computes_of_parts_what_it_computes_of_all_rows(number: int
     assert found or op in MIXING, f"{op} divides nothing"
 
 
+@pytest.mark.parametrize(
+    ("op", "args"), [(aten.slice.Tensor, (0, 0, 0)), (aten.split.Tensor, (0,)), (aten.split_with_sizes.default, ([0],))]
+)
+def test_parts_of_nothing_have_rows(op: OpOverload, args: tuple[Any, ...]) -> None:
+    graph, _ = graph_of(op, (real(0, ROWS), *args), {})
+    placed = Placements(ROWS)
+    placed.place(graph, dict.fromkeys(graph.find_nodes(op="placeholder"), Divided(1)))
+    assert {placed.of[result] for result in graph.output_node().args[0]} == {Divided(1)}  # type: ignore[union-attr]
+
+
 MIXING = {
     *(getattr(aten, name).default for name in ("mean", "prod", "max", "min", "argmax", "argmin", "any", "all")),
 }

@@ -21,7 +21,7 @@ from tests.cases import quickly
 from tests.compare import differing, full, gradients, parameters
 from tests.ranks import Ranks
 from tests.threads import Threads
-from zcompile import AgreementError, ZcompileError
+from zcompile import AgreementError, OptionError, ZcompileError
 from zcompile.ir.operation import data
 from zcompile.ir.ops import Send
 from zcompile.proof.dumps import prove_dump
@@ -322,6 +322,52 @@ def test_stages_with_data_parallel_ranks_send_parts(threads: Threads) -> None:
 def test_what_cannot_be_asked_for_is_refused(without_group: None, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ZcompileError, match=problem):
         zcompile.compile(gpt(), backend="eager", **options)
+
+
+class Communicating(nn.Module):
+    """A model with a collective of its own, over the ranks that divide its tokens."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        self.model, self.group = gpt(), group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        sent = torch.ops._c10d_functional.all_reduce(self.model.tokens(tokens), "sum", self.group)
+        return torch.ops._c10d_functional.wait_tensor(sent).square().mean()
+
+
+def communicating(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
+    model = Communicating(mesh.get_group("sp").group_name)
+    compiled = zcompile.compile(model, mesh=mesh, sequence="ulysses", backend="eager")
+    with pytest.raises(OptionError) as raised:
+        compiled(batch(0, 0)[0])
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_collectives_of_a_model_are_refused(threads: Threads) -> None:
+    for text in threads.run(2, communicating):
+        assert "sequence: cannot divide all_reduce" in text
+        assert "test_sequences.py" in text
+
+
+def mistaken(rank: int) -> str:
+    """Ranks that divide the same tokens are given different ones."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "sp"))
+    model = gpt()
+    options: dict[str, Any] = {"mesh": mesh, "sequence": "ulysses", "microbatches": 2, "backend": "eager"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = zcompile.train_step(model, lambda model, *batch: model(*batch), optimizer, **options)
+    with pytest.raises(AgreementError) as raised:
+        step(*two(mesh["sp"].get_local_rank(), 0))
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_ranks_of_one_sequence_in_a_pipeline_have_the_same_batch(threads: Threads) -> None:
+    for text in threads.run(4, mistaken):
+        assert "is not the same on ranks 0, 1, 2, 3 along 'pp' and 'sp'" in text
 
 
 def unequal(rank: int) -> str:

@@ -27,6 +27,7 @@ from zcompile.frontend.step_cache import Runner, StepCache, own_source
 from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Parameter, Update
 from zcompile.ir.program import Program
+from zcompile.model.tensor_parallel import check_collectives
 from zcompile.report.dumps import dumping_failures
 from zcompile.report.explain import explain
 from zcompile.runtime.device import free_bytes, is_gpu
@@ -199,6 +200,7 @@ class Engine:
     def _rewritten(self, traced: Program, updater: Updater | None, journal: Journal) -> Rewritten:
         if self.runtime.tensor is not None and self.options.partition_activations and traced.has_backward:
             traced = self.runtime.tensor.marked(traced)
+        check_collectives(traced, None if self.runtime.tensor is None else self.runtime.tensor.parallel)
         request = self._request(traced, updater)
         if self._undecided(request, traced):
             self._decide(traced, request, journal)

@@ -200,10 +200,11 @@ def _sliced(node: fx.Node) -> Axes:
     at = {aten.slice.Tensor: 2, aten.slice_backward.default: 3}.get(target)
     # Not by its size: an end that is past some rows may not be past all of them.
     same = at is not None and [_argument(node, name, at + i) for i, name in enumerate(("start", "end", "step"))] in _ALL
-    part: Any = node.args[1] if target is aten.split.Tensor else shape[cut]
-    same = same or (target is aten.split.Tensor and shape[cut] % part == 0)
+    part: Any = node.args[1] if target is aten.split.Tensor else 0
+    alike = bool(part and shape[cut]) and shape[cut] % part == 0
+    same = same or alike
     for dim in range(len(shape)):
-        groups = Fraction(part, shape[cut]) if dim == cut else Fraction(1)
+        groups = Fraction(part, shape[cut]) if dim == cut and alike else Fraction(1)
         yield IndexAxis({source: dim}, (dim if dim != cut or same else None,) * results_of(node), groups)
 
 

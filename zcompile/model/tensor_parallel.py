@@ -21,8 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from zcompile.errors import GroupError, ModelError
+from zcompile.errors import GroupError, ModelError, OptionError
 from zcompile.ir.axis import AxisKind
+from zcompile.ir.operation import line_of
+from zcompile.ir.program import Program
+from zcompile.ir.side_effects import changes_division, is_collective
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator, as_one, data_axes
 from zcompile.runtime.tensors.parameter import ShardedParameter
@@ -194,3 +197,17 @@ def _checksum(values: torch.Tensor) -> torch.Tensor:
 
 _PIECE = 2**18
 """Bytes that are summed at a time; each takes eight bytes of temporaries."""
+
+
+def check_collectives(traced: Program, parallel: ModelParallel | None) -> None:
+    """Raise OptionError if a step whose tokens are divided has collectives that are not those of tensor parallelism.
+
+    Over other ranks, with other tokens, they would give something else of parts than of whole values.
+    """
+    if traced.layout.sequence is None:
+        return
+    group = None if parallel is None else parallel.mesh.get_group().group_name
+    for node in traced.graph.nodes:
+        if is_collective(node) and not changes_division(node) and group not in node.args:
+            what = f"cannot divide {node.name} ({line_of(node)}): it is a collective of the model's own"
+            raise OptionError("sequence", what, "leave one of the two out")

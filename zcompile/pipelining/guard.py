@@ -19,8 +19,8 @@ from zcompile.ir.program import Program
 from zcompile.passes.common.boundary import written_results
 from zcompile.torch_internals.pytree import leaves_by_path, tree_leaves, tree_map_only
 
-SAME_DATA = "let all ranks along 'pp' read the same data: samplers count the ranks along 'dp' alone"
-"""The fix if ranks along the pipeline axis have different batches."""
+SAME_DATA = "let all ranks along 'pp' and 'sp' read the same data: samplers count the ranks along 'dp' alone"
+"""The fix if ranks along these axes have different batches."""
 _AGAIN = "make a new train step of the model as it is to be trained"
 
 

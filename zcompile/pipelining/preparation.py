@@ -30,6 +30,7 @@ from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Input, Kind
 from zcompile.ir.program import Program
 from zcompile.model.sharding import Retired, retire, shard_model
+from zcompile.model.tensor_parallel import check_collectives
 from zcompile.pipelining.batch_means import check_mean
 from zcompile.pipelining.guard import (
     SAME_DATA,
@@ -165,6 +166,7 @@ def trace_step(setup: StepSetup, first: CallSpec, like: StepTrace | None = None)
     check_traced(trace.program, len(setup.flat.names or ()), trains=like is None)
     if setup.table.microbatches > 1:
         check_mean(trace.program)
+    check_collectives(trace.program, setup.ranks.parallel)
     # Before it is cut, so that stages send each other parts.
     trace.program = Verified.traced(trace.program).after(of_sequences(setup.options.sequence)).program
     return trace

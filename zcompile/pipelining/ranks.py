@@ -124,17 +124,20 @@ class PipelineRanks(ModelRanks):
         self.links.connect(Route(*route) for text in texts for route in json.loads(text))
 
     def compare_along(self, what: str, text: str, fix: str) -> None:
-        """Check that the ranks along each pipeline axis have the same text. Collective.
+        """Check that the ranks along each pipeline axis, and of each sequence, have the same text. Collective.
 
         Raises:
             AgreementError: some differ; raised on every rank.
         """
-        texts, stages = self.everyone.share(what, text), self.links.size
-        columns = len(texts) // stages
-        for column in range(columns):
-            along = [rank for rank in range(len(texts)) if rank % columns == column]
+        texts, found = self.everyone.share(what, text), dict[tuple[int, int], list[int]]()
+        columns, parts = len(texts) // self.links.size, 1 if self.parallel is None else self.parallel.mesh.size()
+        same = 1 if self.sequence is None else self.sequence.size()
+        for rank in range(len(texts)):
+            found.setdefault((rank % columns // (parts * same), rank % parts), []).append(rank)
+        for along in found.values():
             if len({texts[rank] for rank in along}) > 1:
-                raise AgreementError(what, f"is not the same on ranks {', '.join(map(str, along))} along 'pp'", fix)
+                axes = "'pp'" if self.sequence is None else "'pp' and 'sp'"
+                raise AgreementError(what, f"is not the same on ranks {', '.join(map(str, along))} along {axes}", fix)
 
     @property
     def first(self) -> bool:

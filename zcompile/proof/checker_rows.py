@@ -117,13 +117,13 @@ def _permuted(line: Called) -> Iterator[Axis]:
     if len(given) == 2:
         one, other = given
         order[one], order[other] = order[other], order[one]
-    for now, dim in enumerate(order if len(given) == 2 else given[0]):
+    for now, dim in enumerate([] if line.named else order if len(given) == 2 else given[0]):
         yield {0: dim % rank}, [now]
 
 
 def _cut(line: Called, place: int = 1, *, grows: int = 0) -> Iterator[Axis]:
     """Parts along a dimension, or parts joined along it; `grows`: by how many dimensions the result has more."""
-    rank, whole = len(line.shapes[0]) + max(grows, 0), line.args[place + 1 :] in _ALL
+    rank, whole = len(line.shapes[0]) + max(grows, 0), line.args[place + 1 :] in _ALL and not line.named
     cut = line.get("dim", place, 0) % rank
     for dim in range(rank):
         if dim != cut or whole:
@@ -365,6 +365,8 @@ class Loop:
     def _in_groups(self, packet: str, line: Called, call: ast.Call) -> tuple[Any, ast.Call] | None:
         """Return where the values of ranks, one after the other, have rows, and values that are parted so again."""
         dim, groups = self.at[line.tensors[0]]
+        if type(line.args[1]) is not int:
+            return None
         if packet == "all_gather_into_tensor":
             return (dim, groups if dim else groups * line.args[1]), call
         shape = line.shapes[0]

@@ -155,8 +155,6 @@ class ExpectedValues:
 
     def _other_groups(self, program: Program) -> Iterator[Violation]:
         """Yield operations that divide a value over other ranks than those that are given the same inputs."""
-        if not self.terms.table.divides:
-            return  # they are as they were traced
         sequence = self.layout.sequence
         wanted = f"{sequence.size} of {sequence.name!r}" if sequence else "none"
         for graph in (program.graph, *(region.graph for region in program.regions.values())):

@@ -69,9 +69,10 @@ class MeshSearch:
         self._search_inner([(1, tensor) for tensor in tensors])
         if not self.best or self.space.global_batch < self.space.world * self.space.least:
             for sequence in _divisors(self.space.world)[1:]:
-                before = min((found.seconds for found in self.best.values()), default=math.inf)
+                before, searched = min((found.seconds for found in self.best.values()), default=math.inf), self.searched
                 self._search_inner([(sequence, tensor) for tensor in tensors])
-                if self.best and min(found.seconds for found in self.best.values()) >= before:
+                slower = self.best and min(found.seconds for found in self.best.values()) >= before
+                if slower and self.searched > searched:
                     break
         if self._left_out:
             most = f"stages x micro-batches are more than {ACTIONS // 2:,}"
@@ -89,7 +90,7 @@ class MeshSearch:
             try:
                 self._costs((sequence, tensor), self.space.times[0] * self.space.least, None)
             except (CaptureError, ModelError, OptionError) as error:
-                if (sequence, tensor) == (1, 1):
+                if (sequence, tensor) == (1, 1) or (sequence == 1 and isinstance(error, OptionError)):
                     raise
                 what = f"no tensor parallelism over {tensor} ranks: a rank's part cannot be traced"
                 what = f"no sequences over {sequence} ranks beside {tensor} parts" if sequence > 1 else what
