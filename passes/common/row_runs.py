@@ -75,11 +75,6 @@ class RowRun:
         placement = self.placed.of.get(value)
         return isinstance(placement, Divided) and value.meta["val"].numel() * 2 > self.wide.meta["val"].numel()
 
-    def reads_within(self, value: fx.Node) -> bool:
-        """Return True for a value that only members may read: a wide one, or one whose rows cannot be joined."""
-        is_view = isinstance(self.placed.of.get(value), Divided) and not value.meta["val"].is_contiguous()
-        return is_view or self.is_wide(value)
-
     @property
     def count(self) -> int:
         """The rows of the wide value, over all its dimensions but the last, or those before the one that is divided."""
@@ -179,7 +174,7 @@ class _Growth:
                 placed.follow(item)
             for source in filter(self.found.is_wide, tensors_of(made)):
                 self._add(source)
-            for result in filter(self.found.reads_within, (made, *items)):
+            for result in filter(self.found.is_wide, (made, *items)):
                 for user in result.users:
                     if isinstance(data(user).op, Results):
                         raise NoRunError(result, "is returned", _RETURNED)
