@@ -208,6 +208,6 @@ def check_collectives(traced: Program, parallel: ModelParallel | None) -> None:
         return
     group = None if parallel is None else parallel.mesh.get_group().group_name
     for node in traced.graph.nodes:
-        if is_collective(node) and not changes_division(node) and group not in node.args:
+        if is_collective(node) and not changes_division(node) and node.args[-1] != group:
             what = f"cannot divide {node.name} ({line_of(node)}): it is a collective of the model's own"
             raise OptionError("sequence", what, "leave one of the two out")
