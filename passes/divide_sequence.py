@@ -10,7 +10,8 @@
 
 Each value is whole, or each rank has a part of it along a dimension, or they add up to it. What operations make of
 parts is read from the table of axes (`zcompile.ir.row_axes`); where one wants its values otherwise, they change hands:
-attention wants all tokens of some heads, and gives them back (DeepSpeed-Ulysses, Jacobs et al., 2023). What is computed
+attention wants all tokens of some heads, and gives them back (DeepSpeed-Ulysses, Jacobs et al., 2023), or ranks hand
+keys and values on in a ring (see `zcompile.torch_internals.ring_attention`). What is computed
 from inputs alone, such as masks and positions, is computed as a whole. Gradients of parameters are sums over ranks,
 which are data-parallel ranks as well, and average them: so each is multiplied by the number of ranks before.
 """
@@ -19,12 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
 import zcompile.torch_internals.group_operators  # noqa: F401  # registers the operators
+from zcompile.cost.hardware import Hardware, guess_for
+from zcompile.cost.roofline import collective_seconds, ring_bytes
 from zcompile.errors import OptionError
 from zcompile.ir.operation import Data, Phase, data, line_of, op_of, set_data
 from zcompile.ir.ops import Compute, Input, Item, Kind, Parameter
@@ -44,9 +47,11 @@ from zcompile.ir.row_axes import (
     tensors_of,
 )
 from zcompile.ir.rows import Placements, dimension, fake_value
-from zcompile.ir.side_effects import is_collective, is_random
+from zcompile.ir.side_effects import is_collective, is_random, is_ring
 from zcompile.ir.tensor_type import TensorType, human_bytes
 from zcompile.passes.common.row_runs import check_sizes
+from zcompile.torch_internals.operators import OpOverload
+from zcompile.torch_internals.ring_attention import OF_TOKENS, RINGS, arguments_of
 
 aten = torch.ops.aten
 _OWN = torch.ops.zcompile
@@ -56,14 +61,21 @@ _HEADS, _BEHIND_HEADS = Divided(1), Divided(2)
 """Where attention has heads and tokens: (batch, heads, tokens, width)."""
 _NAMES = {"shard": "part", "all_gather": "whole", "all_to_all": "exchanged", "all_reduce": "sum"}
 """How the results of operators that divide are named, behind their argument's name."""
+_RINGS = 'choose sequence="ring", which divides no heads, or take fewer ranks'
 _SAME = operators("detach alias")
 """What has no effect within a graph."""
 
 
-def divide_sequence(program: Program) -> Program:
+def divide_sequence(program: Program, how: str = "ulysses", hardware: Hardware | None = None) -> Program:
     """Return a program that computes a part of the tokens, for the ranks of the sequence axis, which have one batch.
 
     Its losses are sums over tokens, and no means, as `loss_decompositions` makes them.
+
+    Args:
+        program: The traced step.
+        how: "ulysses" for attention to all tokens by heads, "ring" for keys and values that go round, or "auto" for
+            what takes less time by the cost model.
+        hardware: What that time is for; by default a guess for the device.
 
     Raises:
         OptionError: no input has (batch, tokens) that can be divided, heads cannot be, or random numbers are drawn.
@@ -75,17 +87,35 @@ def divide_sequence(program: Program) -> Program:
     if axis.size == 1:
         return program
     check_sizes(program, "sequence")
-    division = _Division(program, axis.size, axis.name)
-    for node in program.graph.nodes:
-        division.add(node)
-    return division.finished()
+    divided, errors = list[Program](), list[OptionError]()
+    for zigzag in [False, True] if how == "auto" else [how == "ring"]:
+        division = _Division(program, axis.size, axis.name, zigzag=zigzag)
+        try:
+            for node in program.graph.nodes:
+                division.add(node)
+            divided.append(division.finished())
+        except OptionError as error:
+            errors.append(error)
+    if not divided:
+        raise errors[-1]
+    return min(divided, key=lambda found: _seconds_sent(found, hardware))
+
+
+def _seconds_sent(program: Program, hardware: Hardware | None) -> float:
+    """Return the seconds in which values change hands, and nothing is computed."""
+    sent = [node for node in program.graph.nodes if is_collective(node)]
+    assumed = hardware or guess_for(sent[0].all_input_nodes[0].meta["val"].device.type)
+    return sum(collective_seconds(node, assumed, program.layout) for node in sent)
 
 
 class _Division:
     """A program that is being divided."""
 
-    def __init__(self, program: Program, size: int, group: str) -> None:
+    def __init__(self, program: Program, size: int, group: str, *, zigzag: bool) -> None:
         self.program, self.size, self.group = program, size, group
+        self.order = {"zigzag": True} if zigzag else {}
+        self.chunks = 2 * size if zigzag else size
+        """Of how many equal chunks of the tokens ranks have some."""
         self.graph = fx.Graph()
         self.place: dict[fx.Node, Placement] = {}
         """How each value is divided where nothing else is wanted."""
@@ -110,7 +140,7 @@ class _Division:
             self._give(node, self.graph.node_copy(node), WHOLE)
             op, shape = data(node).op, shape_of(node)
             is_argument = isinstance(op, Input) and op.kind is Kind.DATA and op.held in ("", "?")
-            if is_argument and len(shape) > 1 and shape[1] % self.size == 0:
+            if is_argument and len(shape) > 1 and shape[1] % self.chunks == 0:
                 self.tokens[node] = _TOKENS
         elif isinstance(data(node).op, Item):
             self._item(node)
@@ -142,7 +172,7 @@ class _Division:
         if partial and len(partial) == len(sources) and is_additive(node):
             self._made(node, dict.fromkeys(sources, PARTIAL), [PARTIAL])
         elif is_attention(node) and given:
-            self._attention(node, sources)
+            (self._ring if self.order else self._attention)(node, sources)
         else:
             self._made(node, *self._cheapest(node, sources, given))
 
@@ -153,7 +183,7 @@ class _Division:
         found = list[tuple[int, int, dict[fx.Node, Placement], Sequence[Placement]]]()
         for source, placement in given.items():
             try:
-                placed = Placements(self.size)
+                placed = Placements(self.chunks)
                 placed.put(source, placement, node)
                 placed.follow(node)
             except MixedRowsError:
@@ -172,7 +202,7 @@ class _Division:
         for source in sources:
             if source in self.tokens:
                 try:
-                    placed = Placements(self.size)
+                    placed = Placements(self.chunks)
                     placed.put(source, self.tokens[source], node)
                     placed.follow(node)
                 except MixedRowsError:
@@ -187,14 +217,38 @@ class _Division:
             shape, has_all = shape_of(source), source in attended(node)
             has_heads = has_all or (len(shape) > 2 and shape[1] > 1)
             if has_heads and shape[1] % self.size:
-                self._refuse(node, f"has {shape[1]} heads, which {self.size} ranks do not divide", "take fewer ranks")
+                self._refuse(node, f"has {shape[1]} heads, which {self.size} ranks do not divide", _RINGS)
             wanted[source] = _HEADS if has_heads else WHOLE
         values = node.meta["val"] if gives_several(node) else [node.meta["val"]]
         gives = [_HEADS if isinstance(v, torch.Tensor) and v.dim() > 2 else WHOLE for v in values]
         self._made(node, wanted, gives)
 
-    def _made(self, node: fx.Node, wanted: Mapping[fx.Node, Placement], gives: Sequence[Placement]) -> None:
-        """Append an operation that takes its values as `wanted`."""
+    def _ring(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
+        kernel = node.target
+        if not isinstance(kernel, OpOverload) or (ring := RINGS.get(kernel)) is None:
+            self._refuse(node, "gives no logarithms of sums", 'choose sequence="ulysses"')
+        given = arguments_of(kernel, node.args, node.kwargs)
+        of_tokens = [value for name, value in given.items() if name in OF_TOKENS]
+        for source in of_tokens:
+            if (tokens := shape_of(source)[2]) % self.chunks and source in attended(node):
+                problem = f"has {tokens} tokens, which {self.size} ranks do not divide in a ring"
+                self._refuse(node, problem, f"give a multiple of {self.chunks} tokens")
+        if given["is_causal"] and shape_of(given["query"])[2] != shape_of(given["key"])[2]:
+            self._refuse(node, "is causal, with fewer queries than keys", "give a mask")
+        if given.get("grad_input_mask", [False])[-1]:
+            self._refuse(node, "computes the gradient of a mask", 'choose sequence="ulysses"')
+        gives = [_BEHIND_HEADS if isinstance(v, torch.Tensor) and v.dim() > 2 else WHOLE for v in node.meta["val"]]
+        wanted: dict[fx.Node, Placement] = {one: _BEHIND_HEADS if one in of_tokens else WHOLE for one in sources}
+        self._made(node, wanted, gives, ring)
+
+    def _made(
+        self,
+        node: fx.Node,
+        wanted: Mapping[fx.Node, Placement],
+        gives: Sequence[Placement],
+        ring: OpOverload | None = None,
+    ) -> None:
+        """Append an operation that takes its values as `wanted`, or that for a ring in its place."""
         several = gives_several(node)
         first = gives[0] if gives and not several else WHOLE
         inside = {source: self._as(source, placement, node) for source, placement in wanted.items()}
@@ -203,8 +257,9 @@ class _Division:
             args = resized(node, dimension(gives), self.size, 1)
         except MixedRowsError as error:
             self._refuse(node, str(error), "leave it out")
-        args, kwargs = fx.map_arg((args, node.kwargs), lambda source: inside.get(source) or others[source])
-        copied = self._copy(node, args, kwargs)
+        kwargs = node.kwargs if ring is None else {**node.kwargs, "size": self.size, "group": self.group}
+        args, kwargs = fx.map_arg((args, kwargs), lambda source: inside.get(source) or others[source])
+        copied = self._copy(node, args, kwargs, ring or node.target)
         if several:
             self.several |= {node: tuple(gives)} if gives else {}
             self.ways[node] = {WHOLE: copied}
@@ -221,8 +276,8 @@ class _Division:
         if node in self.returned:
             self._as(node, WHOLE, node)
 
-    def _copy(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-        made = self.graph.create_node(node.op, node.target, tuple(args), dict(kwargs), name=node.name)
+    def _copy(self, node: fx.Node, args: Any, kwargs: Any, target: Any = None) -> fx.Node:
+        made = self.graph.create_node(node.op, target or node.target, tuple(args), dict(kwargs), name=node.name)
         made.meta = dict(node.meta)
         return self._typed(made, data(node))
 
@@ -254,12 +309,17 @@ class _Division:
         if have is WHOLE and is_same_in_parts(node) and isinstance(wanted, Divided) and not is_attention(user):
             made = self._copy(node, resized(node, wanted.dim, self.size, 1), node.kwargs)
         elif have is WHOLE and isinstance(wanted, Divided):
-            made = self._call(_OWN.shard, user, value, wanted.dim, wanted.outer, self.size, _order(node))
+            made = self._call(_OWN.shard, user, value, wanted.dim, wanted.outer, self.size, _order(node), **self.order)
         elif have is PARTIAL and wanted is WHOLE:
             made = self._call(_OWN.all_reduce, user, value, self.size)
         elif isinstance(have, Divided) and wanted is WHOLE:
-            made = self._call(_OWN.all_gather, user, value, have.dim, have.outer, self.size, _order(node))
-        elif isinstance(have, Divided) and isinstance(wanted, Divided) and have.outer == wanted.outer == 1:
+            made = self._call(_OWN.all_gather, user, value, have.dim, have.outer, self.size, _order(node), **self.order)
+        elif (
+            isinstance(have, Divided)
+            and isinstance(wanted, Divided)
+            and have.outer == wanted.outer == 1
+            and not self.order
+        ):
             made = self._call(_OWN.all_to_all, user, value, have.dim, wanted.dim, self.size, _order(node))
         else:
             self._as(node, WHOLE, user)
@@ -268,9 +328,9 @@ class _Division:
         ways[wanted] = made
         return made
 
-    def _call(self, packet: Any, user: fx.Node, value: fx.Node, *args: Any) -> fx.Node:
+    def _call(self, packet: Any, user: fx.Node, value: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
         name = f"{value.name}_{_NAMES[packet.__name__]}"
-        made = self.graph.create_node("call_function", packet.default, (value, *args, self.group), name=name)
+        made = self.graph.create_node("call_function", packet.default, (value, *args, self.group), kwargs, name=name)
         phase = data(user).phase
         made.meta = {"partitioner_tag": f"is_{phase}"}
         return self._typed(made, Data(Compute(), phase, source=data(user).source))
@@ -281,7 +341,7 @@ class _Division:
         """Return the program, whose results are whole."""
         if not any(isinstance(place, Divided) for place in self.place.values()):
             problem = f"no input is (batch, tokens), of tokens that {self.size} ranks can divide"
-            raise OptionError("sequence", problem, "give batches so, whose length is a multiple of the ranks")
+            raise OptionError("sequence", problem, f"give batches so, whose length is a multiple of {self.chunks}")
         results = self.program.results
 
         def whole(value: Any) -> Any:
@@ -296,8 +356,9 @@ class _Division:
             gradients=gradients,
         )
         made = [node for node in self.graph.nodes if is_collective(node) and node.target is not _OWN.shard.default]
-        nbytes = sum(data(node).nbytes for node in made)
-        note = f"divide_sequence: tokens over {self.size} ranks, {len(made)} exchanges of {human_bytes(nbytes)}"
+        nbytes = sum(ring_bytes(node, self.size) if is_ring(node) else data(node).nbytes for node in made)
+        how = "in a ring" if self.order else "by heads"
+        note = f"divide_sequence: tokens over {self.size} ranks {how}, {len(made)} exchanges of {human_bytes(nbytes)}"
         return replace(self.program, graph=self.graph, notes=(*self.program.notes, note))
 
     def _gradient(self, value: fx.Node) -> fx.Node:
@@ -309,7 +370,7 @@ class _Division:
         made.meta = {"partitioner_tag": f"is_{Phase.BACKWARD}"}
         return self._typed(made, replace(data(value), op=Compute(), view=False))
 
-    def _refuse(self, node: fx.Node, problem: str, fix: str) -> None:
+    def _refuse(self, node: fx.Node, problem: str, fix: str) -> NoReturn:
         source, line = data(node).source, line_of(node)
         where = " ".join([node.name, *([f"in {source}"] if source else []), *([f"({line})"] if line else [])])
         raise OptionError("sequence", f"cannot divide {where}: it {problem}", fix)

@@ -73,26 +73,26 @@ ROOMS = {
 
 LINES = {
     "zcompile": 1_810,
-    "zcompile/cost": 2_755,
+    "zcompile/cost": 2_775,
     "zcompile/engine": 5_580,
     "zcompile/facts": 790,
     "zcompile/frontend": 1_510,
     "zcompile/integrations": 660,
-    "zcompile/ir": 5_370,
+    "zcompile/ir": 5_380,
     "zcompile/model": 1_585,
     "zcompile/pipelining": 2_130,
-    "zcompile/proof": 5_450,
+    "zcompile/proof": 5_540,
     "zcompile/recording": 820,
     "zcompile/report": 1_550,
     "zcompile/schedule": 1_600,
     "zcompile/state": 1_660,
     "zcompile/tools": 4_760,
-    "zcompile/torch_internals": 1_660,
-    "passes": 5_350,
+    "zcompile/torch_internals": 1_850,
+    "passes": 5_400,
     "runtime": 8_825,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 53_735
+MOST_LINES = 54_115
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

@@ -53,7 +53,8 @@ def trained(
     made, plan = make() if make is not gpt else (gpt(), None)
     mesh = init_device_mesh("cpu", (*sizes, 2) if plan else sizes, mesh_dim_names=(*names, "tp") if plan else names)
     model, plain = parallelize_module(copy.deepcopy(made), mesh["tp"], plan) if plan else copy.deepcopy(made), made
-    compiled = zcompile.compile(model, mesh=mesh[names], sequence="ulysses", **{"backend": "eager", **options})
+    options = {"backend": "eager", "sequence": "ulysses", **options}
+    compiled = zcompile.compile(model, mesh=mesh[names], **options)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (compiled, plain)]
     near = {"rtol": 3e-2, "atol": 3e-3} if "dtype" in options else {"rtol": 1e-4, "atol": 1e-6}
     own = rank // (mesh.size() // data)
@@ -86,6 +87,17 @@ def trained(
 )
 def test_a_divided_sequence_trains_as_one_process(threads: Threads, data: int, ranks: int, stage: int) -> None:
     assert threads.run(data * ranks, trained, data, ranks, {"stage": stage}) == [""] * data * ranks
+
+
+@quickly(
+    "data, ranks, stage",
+    [(*shape, stage) for shape in ((1, 2), (2, 2), (1, 4)) for stage in range(4)],
+    [(1, 2, 3)],
+    slow=[(1, 2, 0), (2, 2, 3), (1, 4, 2)],
+)
+def test_keys_and_values_go_round(threads: Threads, data: int, ranks: int, stage: int) -> None:
+    options = {"stage": stage, "sequence": "ring"}
+    assert threads.run(data * ranks, trained, data, ranks, options) == [""] * data * ranks
 
 
 def in_parts(model: Any, tokens: Tensor, targets: Tensor, parts: int) -> Tensor:
@@ -184,6 +196,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "limit": {"memory_limit": "1 MiB"},
     "chunk": {"chunk": 6},
     "inductor": {"backend": "inductor"},
+    "ring-checkpoint": {"sequence": "ring", "checkpoint": "unit"},
+    "ring-chunk": {"sequence": "auto", "chunk": 6},
+    "ring-inductor": {"sequence": "ring", "backend": "inductor", "arenas": True, "stage": 1},
 }
 
 
@@ -264,9 +279,8 @@ def piped(rank: int, sizes: tuple[int, int, int], options: dict[str, Any]) -> st
         lambda model, tokens, targets: model(tokens, targets),
         optimizers[0],
         mesh=mesh,
-        sequence="ulysses",
         microbatches=2,
-        **{"backend": "eager", "schedule": "1f1b", **options},
+        **{"backend": "eager", "schedule": "1f1b", "sequence": "ulysses", **options},
     )
     for number in range(2):
         loss = step(*two(own, number))
@@ -297,6 +311,7 @@ def piped(rank: int, sizes: tuple[int, int, int], options: dict[str, Any]) -> st
             for options in (
                 {"stage": 3, "checkpoint": "unit"},
                 {"stage": 2, "chunk": 6, "schedule": "gpipe"},
+                {"stage": 3, "sequence": "ring"},
                 {"stage": 0, "schedule": "interleavedzerobubble", "stages_per_rank": 2},
             )
         ),

@@ -75,7 +75,8 @@ def compile(
         chunk: The most rows (tokens) for which wide values, such as logits, are computed at once; "8 GiB", within which
             the step is kept so; or "auto": losses, and more if the device's memory is short.
         sequence: Divide the tokens of a batch over the ranks of a mesh's last dimension, "sp", which have the same
-            batch: "ulysses", by heads for attention (DeepSpeed-Ulysses).
+            batch: "ulysses", by heads for attention (DeepSpeed-Ulysses); "ring", whose keys and values go round (Ring
+            Attention); or "auto", by the cost model.
         offload_activations: Where to keep saved activations: "cpu" for a model on a GPU, "disk:FOLDER" on the CPU.
         partition_activations: Divide activations saved alike by all tensor-parallel ranks among these ranks.
         offload_parameters: Where to keep shards: "cpu" (pinned memory) for a GPU, "disk:FOLDER" (a file) for the CPU.

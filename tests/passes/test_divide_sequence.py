@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from examples.gpt import GPT, GPTConfig
 from tests.cases import quickly
 from tests.passes.programs import check, head_of
 from zcompile import OptionError, Program, ProgramError, computes, verify
-from zcompile.cost.hardware import CPU
+from zcompile.cost.hardware import CPU, Hardware
 from zcompile.ir.axis import Axis, AxisKind
 from zcompile.ir.layout import STAGES
 from zcompile.ir.operation import data
@@ -32,9 +32,11 @@ from zcompile.report.dumps import write_dump
 from zcompile.schedule.pipeline import Journal
 from zcompile.tools.llama import Llama, LlamaShape
 from zcompile.tools.tracing import trace
+from zcompile.torch_internals.ring_attention import kernel_of
 
 WORDS, WIDTH, HEADS, LENGTH, BATCH = 32, 16, 4, 8, 3
 HEAD = head_of("a").replace('"shard 2"', '"shard 2", "sp": "sequence 2"')
+HOW = ("ulysses", "ring")
 WHOLE = """
 def forward(box):
     (
@@ -197,21 +199,57 @@ class AllRanks:
         if not name.startswith("zcompile"):
             each = [fx.map_arg((node.args, node.kwargs), lambda arg: self.values[arg][rank]) for rank in ranks]  # noqa: B023
             return [node.target(*args, **kwargs) for args, kwargs in each]  # type: ignore[operator]
+        if "ring" in name:
+            return self.ring(node)
         source, dim, *rest = node.args
         parts = self.values[source]  # type: ignore[index]
         match name.split(".")[1]:
             case "shard":
-                apart = [part.unflatten(dim, (rest[0], self.ranks, -1)) for part in parts]
-                found = [one.select(dim + 1, rank).flatten(dim, dim + 1) for rank, one in enumerate(apart)]  # type: ignore[operator]
+                apart = [part.unflatten(dim, (rest[0], -1)) for part in parts]
+                at = self.rows(apart[0].shape[dim + 1], node.kwargs)  # type: ignore[operator]
+                found = [one.index_select(dim + 1, at[rank]).flatten(dim, dim + 1) for rank, one in enumerate(apart)]  # type: ignore[operator]
             case "all_gather":
                 apart = [part.unflatten(dim, (rest[0], -1)) for part in parts]
-                found = [torch.stack(apart, dim + 1).flatten(dim, dim + 2)] * self.ranks  # type: ignore[operator]
+                joined = torch.cat(apart, dim + 1)  # type: ignore[operator]
+                back = torch.cat(self.rows(joined.shape[dim + 1], node.kwargs)).argsort()  # type: ignore[operator]
+                found = [joined.index_select(dim + 1, back).flatten(dim, dim + 1)] * self.ranks  # type: ignore[operator]
             case "all_to_all":
                 found = [*torch.cat(parts, dim).chunk(self.ranks, rest[0])]  # type: ignore[arg-type]
             case "all_reduce":
                 found = [sum(parts[1:], parts[0])] * self.ranks
-        like = node.meta["val"]
-        return [torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(one) for one in found]
+        return [like(node.meta["val"], one) for one in found]
+
+    def rows(self, length: int, kwargs: Mapping[str, Any] | None = None) -> list[Tensor]:
+        """The numbers of the rows of each rank; in a ring, they are in zig-zag order."""
+        if kwargs is not None and not kwargs.get("zigzag"):
+            return [*torch.arange(length).chunk(self.ranks)]
+        chunks = torch.arange(length).chunk(2 * self.ranks)
+        return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(self.ranks)]
+
+    def ring(self, node: fx.Node) -> list[Any]:
+        """What the kernel gives of the whole, in parts."""
+        name = str(node.target).split(".")[1].removeprefix("ring")
+        places, count = (range(6), 8) if "backward" in name else (range(3), 5)
+
+        def whole(place: int, arg: Any) -> Any:
+            if not isinstance(arg, fx.Node):
+                return arg
+            parts = self.values[arg]
+            if place not in places:
+                return parts[0]
+            joined = torch.cat(parts, 2)
+            return joined.index_select(2, torch.cat(self.rows(joined.shape[2])).argsort())
+
+        given = [whole(place, arg) for place, arg in enumerate(node.args[:count])]
+        named = {key: whole(-1, arg) for key, arg in node.kwargs.items() if key not in ("size", "group")}
+        results = getattr(torch.ops.aten, name).default(*given, **named)
+        rows = self.rows(given[1].shape[2])
+        return [tuple(map(like, node.meta["val"], [one.index_select(2, at) for one in results])) for at in rows]
+
+
+def like(fake: Tensor, value: Tensor) -> Tensor:
+    """The value, in memory as graphs expect it."""
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).copy_(value)
 
 
 def test_rows_are_divided_and_sums_added_up() -> None:
@@ -236,15 +274,15 @@ def computed(program: Program, model: nn.Module, ranks: int) -> tuple[list[Any],
 
 
 @quickly(
-    "name, ranks",
-    [*itertools.product(MODELS, [2]), ("gpt", 4), ("explicit", 4), ("masked", 4)],
-    [("grouped", 2), ("explicit", 4), ("raised", 2)],
+    "name, ranks, how",
+    [*itertools.product(MODELS, [2], HOW), ("gpt", 4, "ring"), ("explicit", 4, "ulysses"), ("masked", 4, "ring")],
+    [("grouped", 2, "ring"), ("explicit", 4, "ulysses"), ("raised", 2, "ulysses")],
 )
-def test_all_ranks_compute_what_one_computes(name: str, ranks: int) -> None:
+def test_all_ranks_compute_what_one_computes(name: str, ranks: int, how: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     program = traced(model, ranks)
-    divided = divide_sequence(program)
+    divided = divide_sequence(program, how)
     verify(divided, (computes(program),), "here")
     losses, gradients = computed(divided, model, ranks)
     wanted = model(*batch())
@@ -273,7 +311,14 @@ def mutants(program: Program) -> Iterator[tuple[str, Program]]:
 
     for number, node in enumerate(program.graph.nodes):
         name = str(node.target)
-        if name.startswith("zcompile"):
+        if "ring" in name:
+            tensors = [at for at, arg in enumerate(node.args) if isinstance(arg, fx.Node)]
+            for at, other in itertools.permutations(tensors, 2):
+                yield changed("mixed up", number, lambda _, n, a=at, o=other: n.update_arg(a, n.args[o]))
+            if node.args[-1] is True:
+                yield changed("seeing all", number, lambda _, n: n.update_arg(len(n.args) - 1, False))
+            yield changed("within ranks", number, lambda _, n: setattr(n, "target", kernel_of(n.target)))
+        elif name.startswith("zcompile"):
             yield changed("without", number, lambda _, n: n.replace_all_uses_with(n.args[0]))
             for at, value in ((1, 0), (1, 1), (1, 2), (2, 1), (2, 2), (2, 3)):
                 if "all_reduce" not in name and node.args[at] != value:
@@ -288,14 +333,15 @@ def mutants(program: Program) -> Iterator[tuple[str, Program]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", MODELS)
-def test_no_mutant_is_accepted_that_computes_something_else(name: str) -> None:
+def test_no_mutant_is_accepted_that_computes_something_else(name: str, how: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     program = traced(model, 2)
-    wanted = computed(divide_sequence(program), model, 2)
+    wanted = computed(divide_sequence(program, how), model, 2)
     refused = 0
-    every = list(mutants(divide_sequence(program)))
+    every = list(mutants(divide_sequence(program, how)))
     for what, mutant in every:
         try:
             verify(mutant, (computes(program),), "here")
@@ -311,7 +357,7 @@ def test_no_mutant_is_accepted_that_computes_something_else(name: str) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 4), ("sp", "dp_sp")])
-@pytest.mark.parametrize("divide", [divide_sequence, zcompile.pipeline(stage=3, sequence="ulysses").run])
+@pytest.mark.parametrize("divide", [divide_sequence, *(zcompile.pipeline(stage=3, sequence=how).run for how in HOW)])
 def test_values_divided_over_other_ranks_are_refused(
     divide: Callable[[Program], Program], old: int | str, new: int | str
 ) -> None:
@@ -320,14 +366,17 @@ def test_values_divided_over_other_ranks_are_refused(
     for graph in (divided.graph, *(region.graph for region in divided.regions.values())):
         for node in graph.nodes:
             if str(node.target).startswith("zcompile"):
-                args, at = node.args, max(at for at, arg in enumerate(node.args) if arg == old)
-                node.args = (*args[:at], new, *args[at + 1 :])
+                args, kwargs = node.args, node.kwargs
+                if "ring" in str(node.target):
+                    node.update_kwarg("size" if old == 2 else "group", new)
+                else:
+                    node.update_arg(max(at for at, arg in enumerate(node.args) if arg == old), new)
                 with pytest.raises(ProgramError):
                     verify(divided, (computes(program),), "here")
-                node.args = args
+                node.args, node.kwargs = args, kwargs
                 refused += 1
     verify(divided, (computes(program),), "here")
-    assert refused > 10
+    assert refused >= 10
 
 
 def test_a_mask_of_three_dimensions_is_refused() -> None:
@@ -342,6 +391,54 @@ def test_a_mask_of_three_dimensions_is_refused() -> None:
     attention.update_kwarg("attn_mask", heads)
     with pytest.raises(ProgramError, match="takes squeeze_dim, a mask of three dimensions"):
         verify(divided, (computes(program),), "here")
+
+
+class Crossed(nn.Module):
+    """Attention of all tokens to the first half of them, or to some that are given."""
+
+    def __init__(self, tokens: int, *, causal: bool) -> None:
+        super().__init__()
+        self.key, self.embedding, self.causal = nn.Parameter(torch.randn(1, 2, tokens, 4)), nn.Embedding(8, 8), causal
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        query, key = (
+            self.embedding(tokens).unflatten(-1, (2, 4)).transpose(1, 2),
+            self.key.expand(len(tokens), -1, -1, -1),
+        )
+        return F.scaled_dot_product_attention(query, key, key, is_causal=self.causal).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "causal", "problem"), [(6, False, "6 tokens, which 2 ranks"), (4, True, "fewer queries")]
+)
+def test_what_cannot_go_round_is_refused(tokens: int, causal: bool, problem: str) -> None:
+    program = traced(Crossed(tokens, causal=causal), 2, (torch.ones(2, 8, dtype=torch.int64),))
+    with pytest.raises(OptionError, match=f"(?s)sequence: cannot divide _scaled.*test_divide.*{problem}"):
+        divide_sequence(program, "ring")
+
+
+def test_a_ring_wants_chunks_for_all_ranks_twice() -> None:
+    program = traced(MODELS["gpt"](), 2, tuple(part[:, :6].contiguous() for part in batch()))
+    with pytest.raises(OptionError, match=r"(?s)no input is .batch, tokens.*a multiple of 4"):
+        divide_sequence(program, "ring")
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "hardware", "how"),
+    [
+        ("grouped", 4, None, "in a ring"),  # as four ranks do not divide two heads
+        ("gpt", 4, Hardware.of(flops=1e3, memory_bandwidth=1e9, latency=1e-9, bandwidth=1e3), "in a ring"),
+        ("gpt", 4, Hardware.of(flops=1e15, memory_bandwidth=1e15, latency=1e-9, bandwidth=1e3), "by heads"),
+    ],
+)
+def test_what_takes_less_time_is_chosen(name: str, ranks: int, hardware: Hardware | None, how: str) -> None:
+    assert how in divide_sequence(traced(MODELS[name](), ranks), "auto", hardware).notes[-1]
+
+
+def test_what_can_be_divided_in_no_way_is_refused() -> None:
+    program = traced(MODELS["grouped"](), 4, tuple(part[:, :4].contiguous() for part in batch()))
+    with pytest.raises(OptionError, match=r"no input is .batch, tokens."):
+        divide_sequence(program, "auto")
 
 
 @pytest.mark.parametrize(
@@ -367,35 +464,47 @@ def test_without_an_axis_of_sequences_nothing_is_divided() -> None:
         divide_sequence(replace(program, layout=replace(program.layout, axes=program.layout.axes[:1])))
 
 
-def dumped(program: Program, folder: Path) -> Path:
+def dumped(program: Program, folder: Path, how: Any = "ulysses") -> Path:
     journal = Journal()
-    zcompile.pipeline(stage=3, prefetch=1, sequence="ulysses").run(program, journal)
+    zcompile.pipeline(stage=3, prefetch=1, sequence=how).run(program, journal)
     write_dump(folder, [journal], "", CPU)
     return folder
 
 
-@quickly("name", [*MODELS], ["grouped"])
-def test_a_divided_program_is_proven_from_its_text(name: str, tmp_path: Path) -> None:
-    (verdict,) = prove_dump(dumped(traced(MODELS[name](), 2), tmp_path))
+@quickly("name, how", [*itertools.product(MODELS, HOW)], [("grouped", "ulysses"), ("gpt", "ring")])
+def test_a_divided_program_is_proven_from_its_text(name: str, how: str, tmp_path: Path) -> None:
+    (verdict,) = prove_dump(dumped(traced(MODELS[name](), 2), tmp_path, how))
     assert verdict.error is None, verdict.error
 
 
-CHANGES = [
-    (r"all_to_all\.default\((\w+), 2, 1,", r"all_to_all.default(\1, 2, 3,"),
-    (r"all_to_all\.default\((\w+), 1, 2,", r"all_to_all.default(\1, 2, 1,"),
-    (r"shard\.default\((\w+), 1, 1,", r"shard.default(\1, 0, 1,"),
-    (r"(\w+) = ops\.zcompile\.all_reduce\.default\((\w+), 2, 'sp'\)", r"\1 = aten.neg.default(\2)"),
-    (r"aten\.mul\.Tensor\((\w+), 2\)", r"aten.mul.Tensor(\1, 3)"),
-    (r"aten\.mul\.Tensor\((\w+), 2\)", r"aten.clone.default(\1)"),
-    (r"(ops\.zcompile\.\w+\.default\(.*)'sp'\)", r"\1'dp')"),
-    (r"(ops\.zcompile\.\w+\.default\(.*) 2,( \[.*\],)? 'sp'\)", r"\1 4,\2 'sp')"),
-]
+CHANGES = {
+    "ulysses": [
+        (r"all_to_all\.default\((\w+), 2, 1,", r"all_to_all.default(\1, 2, 3,"),
+        (r"all_to_all\.default\((\w+), 1, 2,", r"all_to_all.default(\1, 2, 1,"),
+        (r"shard\.default\((\w+), 1, 1,", r"shard.default(\1, 0, 1,"),
+        (r"(\w+) = ops\.zcompile\.all_reduce\.default\((\w+), 2, 'sp'\)", r"\1 = aten.neg.default(\2)"),
+        (r"aten\.mul\.Tensor\((\w+), 2\)", r"aten.mul.Tensor(\1, 3)"),
+        (r"aten\.mul\.Tensor\((\w+), 2\)", r"aten.clone.default(\1)"),
+        (r"(ops\.zcompile\.\w+\.default\(.*)'sp'\)", r"\1'dp')"),
+        (r"(ops\.zcompile\.\w+\.default\(.*) 2,( \[.*\],)? 'sp'\)", r"\1 4,\2 'sp')"),
+    ],
+    "ring": [
+        (r", zigzag=True\)", ", zigzag=False)"),
+        (r", zigzag=True\)", ")"),
+        (r"ops\.zcompile\.ring(_scaled_\S+\(.*), size=2, group='sp'\)", r"aten.\1)"),
+        (r"(ring_scaled_\S+\(.*), True, size", r"\1, False, size"),
+        (r"(ring_scaled_\S+\(.*)size=2", r"\1size=4"),
+        (r"(ring_scaled_\S+\(.*)group='sp'", r"\1group='dp'"),
+        (r"(ring_scaled_\w+\.default\()(\w+), (\w+)", r"\1\3, \2"),
+        (r"(ring_scaled_\w+\.default\(\w+, )(\w+), (\w+)", r"\1\3, \2"),
+    ],
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(CHANGES)))
-def test_a_text_that_divides_otherwise_is_not_proven(number: int, tmp_path: Path) -> None:
-    folder, (old, new) = dumped(traced(MODELS["gpt"](), 2), tmp_path), CHANGES[number]
+@pytest.mark.parametrize(("how", "number"), [(how, number) for how in HOW for number in range(len(CHANGES[how]))])
+def test_a_text_that_divides_otherwise_is_not_proven(how: str, number: int, tmp_path: Path) -> None:
+    folder, (old, new) = dumped(traced(MODELS["gpt"](), 2), tmp_path, how), CHANGES[how][number]
     changed = 0
     for file in (folder / "program_0" / "regions").glob("*.py"):
         text = file.read_text()

@@ -376,7 +376,7 @@ class MeshChoice:
         given = [f"schedule={self.schedule!r}", f"microbatches={self.microbatches}"]
         given += [f"stages_per_rank={self.stages_per_rank}"] if self.stages_per_rank > 1 else []
         given += [f"stage={self.stage}"]
-        given += ['sequence="ulysses"'] if self.sequence > 1 else []
+        given += ['sequence="auto"'] if self.sequence > 1 else []
         given += [f"checkpoint={self.checkpoint!r}"] if self.checkpoint else []
         given += [f"dtype={self.dtype}"] if self.dtype is not None else []
         given += [f"units={list(texts.units)}"] if texts.units else []

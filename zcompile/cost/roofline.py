@@ -8,7 +8,7 @@ only values that are stored: see `zcompile.cost.fusion`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Call, Compute, Item, values_of
 from zcompile.ir.program import Program
 from zcompile.ir.region import Region
-from zcompile.ir.side_effects import changes_division, is_collective, is_wait
+from zcompile.ir.row_axes import attended
+from zcompile.ir.side_effects import changes_division, is_collective, is_ring, is_wait
+from zcompile.torch_internals.ring_attention import RINGS
 
 _LATENCY_SHARE = 1 / 20
 _BUCKETS = (2**20, 64 * 2**20)
@@ -70,13 +72,16 @@ def _repeated(query: Any, *shapes: Any) -> list[tuple[int, ...]]:
     return [(shape[0], query[1], *shape[2:]) for shape in shapes]
 
 
-_ATTENTION = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-FORMULAS: Mapping[Any, Callable[..., int]] = {
-    **flop_registry,
-    **{getattr(aten, f"_scaled_dot_product_{kind}"): _attention_flops for kind in _ATTENTION},
-    **{getattr(aten, f"_scaled_dot_product_{kind}_backward"): _attention_backward_flops for kind in _ATTENTION},
-}
-"""Torch's FLOP formulas, with those of attention also for the operators of other devices."""
+def _formulas() -> Iterator[tuple[Any, Callable[..., int]]]:
+    """Yield the formulas of attention, by operator; in a ring, queries meet the keys of all ranks."""
+    for kernel, ring in RINGS.items():
+        one = _attention_backward_flops if "backward" in str(kernel) else _attention_flops
+        yield kernel.overloadpacket, one
+        yield ring.overloadpacket, lambda *shapes, size, one=one, **_: size * one(*shapes)
+
+
+FORMULAS: Mapping[Any, Callable[..., int]] = {**flop_registry, **dict(_formulas())}
+"""Torch's FLOP formulas, with those of attention also for the operators of other devices, and for rings of ranks."""
 
 
 def bucket_for(hardware: Hardware, stride: int = 1) -> int:
@@ -94,19 +99,36 @@ def region_seconds(region: Region, hardware: Hardware, layout: Layout | None = N
     loop over rows count all.
     """
     nodes = [node for node in region.graph.nodes if node.op == "call_function" and isinstance(data(node).op, Compute)]
-    sent = sum(_collective_seconds(node, hardware, layout) for node in nodes if layout and is_collective(node))
-    computing = (node for node in nodes if not is_collective(node) and not is_wait(node))
+    sent = sum(collective_seconds(node, hardware, layout) for node in nodes if layout and is_collective(node))
+    computing = (node for node in nodes if is_ring(node) or not (is_collective(node) or is_wait(node)))
     return region.turns * (sent + sum(_seconds_within(node, region, hardware) for node in computing))
 
 
-def _collective_seconds(node: fx.Node, hardware: Hardware, layout: Layout) -> float:
-    """Return the seconds of a collective within a region; its payload is the larger of input and output."""
+def collective_seconds(node: fx.Node, hardware: Hardware, layout: Layout) -> float:
+    """Return the seconds of a collective within a region; its payload is the larger of input and output.
+
+    Those of attention in a ring are what its own computation does not hide.
+    """
     axis = layout.sequence if changes_division(node) else layout.tensor
     if axis is None or _packet(node).__name__ == "shard":
         return 0.0
+    if is_ring(node):
+        hops = (axis.size - 1) * (2 if "backward" in str(node.target) else 1)
+        payload = ring_bytes(node, axis.size) * axis.size / max(axis.size - 1, 1)
+        return max(hardware.collective_seconds(payload, axis, hops) - operation_seconds(node, hardware), 0.0)
     payload = max(sum(data(value).nbytes for value in values_of(node)), sum(map(_bytes, node.all_input_nodes)))
     reduces = _packet(node).__name__.startswith("all_reduce")
     return hardware.collective_seconds(payload * (2 if reduces else 1), axis)
+
+
+def ring_bytes(node: fx.Node, size: int) -> int:
+    """Return the bytes of keys and values that a rank of a ring receives, and in a backward of their gradients."""
+    backward = "backward" in str(node.target)
+    types = [found for value in attended(node)[-2:] if (found := data(value).type)]
+    return sum(
+        math.prod(found.shape) * (found.dtype.itemsize * (size - 1) + max(found.dtype.itemsize, 4) * size * backward)
+        for found in types
+    )
 
 
 def operation_seconds(node: fx.Node, hardware: Hardware, touched: int | None = None) -> float:

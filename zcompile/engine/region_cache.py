@@ -19,7 +19,7 @@ from zcompile.engine.region_strides import keep_strides
 from zcompile.engine.row_loops import looped, turn_of
 from zcompile.ir.placement import RowLoop
 from zcompile.ir.region import Region
-from zcompile.ir.side_effects import is_collective
+from zcompile.ir.side_effects import group_of, is_collective
 from zcompile.torch_internals.dispatch import outside_modes
 from zcompile.torch_internals.inductor import compile_with_inductor, inductor_code
 from zcompile.torch_internals.modules import submodules_of
@@ -91,12 +91,16 @@ class RegionCache:
 
     def _bound(self, region: Region) -> Region:
         """A region whose operators name process groups in place of axes."""
-        if not any(node.args and node.args[-1] in self.groups for node in region.graph.nodes if is_collective(node)):
+        if not any(group_of(node) in self.groups for node in region.graph.nodes if is_collective(node)):
             return region
         graph = fx.Graph()
         graph.output(graph.graph_copy(region.graph, {}))
         for node in filter(is_collective, graph.nodes):
-            node.args = (*node.args[:-1], self.groups.get(node.args[-1], node.args[-1]))
+            bound = self.groups.get(group := group_of(node), group)
+            if "group" in node.kwargs:
+                node.update_kwarg("group", bound)
+            else:
+                node.update_arg(len(node.args) - 1, bound)
         return replace(region, graph=graph)
 
     def _looped(self, region: Region, loop: RowLoop) -> Run:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from zcompile.torch_internals.operators import HigherOrderOperator, OpOverload, defaults_of, writes_arguments
+from zcompile.torch_internals.ring_attention import kernel_of
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -27,6 +28,16 @@ def is_collective(node: fx.Node) -> bool:
 def changes_division(node: fx.Node) -> bool:
     """Return True for an operation that changes how a value is divided over the ranks of a sequence."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "zcompile"
+
+
+def is_ring(node: fx.Node) -> bool:
+    """Return True for attention to tokens that ranks divide, which both computes and communicates."""
+    return kernel_of(node.target) is not None
+
+
+def group_of(node: fx.Node) -> Any:
+    """Return the group of a collective, or its name, which is the last argument."""
+    return node.kwargs.get("group", node.args[-1] if node.args else None)
 
 
 _COMMUNICATING = ("_c10d_functional", "_dtensor", "zcompile")

@@ -25,7 +25,7 @@ from zcompile.errors import GroupError, ModelError, OptionError
 from zcompile.ir.axis import AxisKind
 from zcompile.ir.operation import line_of
 from zcompile.ir.program import Program
-from zcompile.ir.side_effects import changes_division, is_collective
+from zcompile.ir.side_effects import changes_division, group_of, is_collective
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator, as_one, data_axes
 from zcompile.runtime.tensors.parameter import ShardedParameter
@@ -208,6 +208,6 @@ def check_collectives(traced: Program, parallel: ModelParallel | None) -> None:
         return
     group = None if parallel is None else parallel.mesh.get_group().group_name
     for node in traced.graph.nodes:
-        if is_collective(node) and not changes_division(node) and node.args[-1] != group:
+        if is_collective(node) and not changes_division(node) and group_of(node) != group:
             what = f"cannot divide {node.name} ({line_of(node)}): it is a collective of the model's own"
             raise OptionError("sequence", what, "leave one of the two out")

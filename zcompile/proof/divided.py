@@ -3,9 +3,12 @@
     (part, "1 1 4 2", t)     each of 2 ranks has 4 rows of `t` along dimension 1, which has one run of all rows
     (share, "2", t)          `t` is the sum over 2 ranks of such values
 
+Rows in zig-zag order are another part, `(part, "1 1 4 2 zigzag", t)`, of which the two halves are not neighbours.
+
 An operation that treats rows alike gives, of parts, a part of what it gives of the whole, and one that adds up over
 rows a share of it (`zcompile.ir.row_axes`). The operators of `zcompile.torch_internals.group_operators` change how a
-value is divided, and nothing else. So the term of what is whole again is that of the traced step.
+value is divided, and nothing else; those of `zcompile.torch_internals.ring_attention` compute parts of what a kernel
+gives of the whole. So the term of what is whole again is that of the traced step.
 """
 
 from __future__ import annotations
@@ -30,8 +33,10 @@ from zcompile.ir.row_axes import (
     tensors_of,
 )
 from zcompile.ir.rows import Placements, dimension
+from zcompile.ir.side_effects import is_random, is_ring
 from zcompile.proof.terms import ITEM, LIST, Terms
 from zcompile.torch_internals.operators import OpOverload
+from zcompile.torch_internals.ring_attention import OF_TOKENS, arguments_of, kernel_of
 
 PART, SHARE = "part", "share"
 _PRODUCT = torch.ops.aten.mul.Tensor
@@ -57,12 +62,14 @@ class HowDivided:
     """The number of runs of all rows along `dim`."""
     rows: int = 0
     """The rows of a rank."""
+    zigzag: bool = False
 
     def of(self, terms: Terms, whole: int) -> int:
         """Return the term of a part, or a share, of what has the term `whole`."""
         if not self.rows:
             return terms.make((SHARE, str(self.size), whole))
-        return terms.make((PART, f"{self.dim} {self.outer} {self.rows} {self.size}", whole))
+        order = " zigzag" if self.zigzag else ""
+        return terms.make((PART, f"{self.dim} {self.outer} {self.rows} {self.size}{order}", whole))
 
     @property
     def placement(self) -> Placement:
@@ -78,8 +85,8 @@ def how_divided(terms: Terms, term: int) -> tuple[HowDivided | None, int]:
     """Return how a value is divided, and the term of the whole."""
     match terms.keys[term]:
         case ("part", str(how), int(whole)):
-            dim, outer, rows, size = map(int, how.split())
-            return HowDivided(size, dim, outer, rows), whole
+            dim, outer, rows, size = map(int, how.removesuffix(" zigzag").split())
+            return HowDivided(size, dim, outer, rows, how.endswith("zigzag")), whole
         case ("share", str(size), int(whole)):
             return HowDivided(int(size)), whole
     return None, term
@@ -104,6 +111,8 @@ def divided_result(graph: HasTerms, node: fx.Node) -> int | None:
     if not isinstance(target, OpOverload) or not terms.divides:
         return None
     given = {source: how_divided(terms, graph.term(source)) for source in tensors_of(node)}
+    if is_ring(node):
+        return _ring(graph, node, given)
     if target.namespace == "zcompile":
         return _changed(graph, node, *next(iter(given.values())))
     how = {source: found for source, (found, _) in given.items() if found is not None}
@@ -131,10 +140,11 @@ def _changed(graph: HasTerms, node: fx.Node, how: HowDivided | None, whole: int)
     """Return the term of a value that is divided otherwise."""
     assert isinstance(node.target, OpOverload), "one of the group's"
     shape, name, args = shape_of(node), node.target.overloadpacket.__name__, node.args[1:]
+    zigzag = bool(node.kwargs.get("zigzag", False))
     match name, args:
         case "shard", (int(dim), int(outer), int(size), *_) if how is None:
-            return HowDivided(size, dim, outer, shape[dim] // outer).of(graph.terms, whole)
-        case "all_gather", (int(dim), int(outer), int(size), *_) if how == _along(how, size, dim, outer):
+            return HowDivided(size, dim, outer, shape[dim] // outer, zigzag).of(graph.terms, whole)
+        case "all_gather", (int(dim), int(outer), int(size), *_) if how == _along(how, size, dim, outer, zigzag):
             return whole
         case "all_reduce", (int(size), *_) if how == HowDivided(size):
             return whole
@@ -143,9 +153,9 @@ def _changed(graph: HasTerms, node: fx.Node, how: HowDivided | None, whole: int)
     raise NotAlikeError(f"{name} takes a value that is divided otherwise")
 
 
-def _along(how: HowDivided | None, size: int, dim: int, outer: int) -> HowDivided:
+def _along(how: HowDivided | None, size: int, dim: int, outer: int, zigzag: bool = False) -> HowDivided:
     """Return a part along a dimension, with the rows of `how`; not `how` itself if that has none."""
-    return HowDivided(size, dim, outer, (how.rows if how else 0) or -1)
+    return HowDivided(size, dim, outer, (how.rows if how else 0) or -1, zigzag)
 
 
 def _shared(graph: HasTerms, node: fx.Node, how: Mapping[fx.Node, HowDivided], given: Given) -> int:
@@ -160,7 +170,7 @@ def _shared(graph: HasTerms, node: fx.Node, how: Mapping[fx.Node, HowDivided], g
 def _parts(graph: HasTerms, node: fx.Node, how: Mapping[fx.Node, HowDivided], given: Given) -> int:
     """Return the term of an operation that treats rows alike."""
     (first, *others) = how.values()
-    if any((other.size, other.rows) != (first.size, first.rows) for other in others):
+    if any(replace(other, dim=first.dim, outer=first.outer) != first for other in others):
         raise NotAlikeError("takes values of which ranks have different parts")
     placed, whole = Placements(first.rows), dict(given)
     rows = first.rows, first.rows * first.size
@@ -201,7 +211,7 @@ def _attention(graph: HasTerms, node: fx.Node, how: Mapping[fx.Node, HowDivided]
         whole = found is None and source not in attended(node) and (len(shape) < 3 or shape[1] == 1)
         if len(shape) == 3 and "backward" not in str(node.target):  # a mask, whose heads are along another dimension
             raise NotAlikeError(f"takes {source.name}, a mask of three dimensions")
-        if not whole and (found is None or (found.dim, found.outer, found.rows) != (1, 1, shape[1])):
+        if not whole and (found is None or found != HowDivided(found.size, 1, 1, shape[1])):
             raise NotAlikeError(f"takes {source.name} otherwise than by heads")
     if len(sizes) != 1:
         raise NotAlikeError("takes values of several groups")
@@ -214,6 +224,30 @@ def _attention(graph: HasTerms, node: fx.Node, how: Mapping[fx.Node, HowDivided]
     return _results(graph, node, _applied(graph, node, node.args, given), results)
 
 
+def _ring(graph: HasTerms, node: fx.Node, given: Given) -> int:
+    """Return the term of attention in a ring: each rank has a part of what the kernel gives of the whole."""
+    kernel = kernel_of(node.target)
+    assert kernel is not None, "it is a ring's"
+    named = arguments_of(kernel, node.args, node.kwargs)
+    query, key = (shape_of(named[name])[2] for name in ("query", "key"))
+    for name, value in named.items():
+        if isinstance(value, fx.Node) and value in given:
+            rows = key if name in ("key", "value") else query
+            wanted = HowDivided(named["size"], 2, 1, rows, True) if name in OF_TOKENS else None
+            if given[value][0] != wanted:
+                raise NotAlikeError(f"takes {value.name} otherwise than by tokens, which are in zig-zag order")
+    if (named["is_causal"] and query != key) or named.get("grad_input_mask", [False])[-1] or is_random(node):
+        raise NotAlikeError("is causal for fewer queries than keys, draws, or gives the gradient of a mask")
+    kwargs = {name: value for name, value in node.kwargs.items() if name not in ("size", "group")}
+    whole = _applied(graph, node, node.args, given, kernel, kwargs)
+    results = list[HowDivided | None]()
+    for value in node.meta["val"]:
+        divided = isinstance(value, torch.Tensor) and value.dim() > 2
+        rows = value.shape[2] if divided and value.dim() == 4 else query
+        results.append(HowDivided(named["size"], 2, 1, rows, True) if divided else None)
+    return _results(graph, node, whole, results)
+
+
 def _results(graph: HasTerms, node: fx.Node, result: int, how: Sequence[HowDivided | None]) -> int:
     """Return the term of a result, or the list of those of several, which are divided as `how` says."""
     terms = graph.terms
@@ -223,8 +257,10 @@ def _results(graph: HasTerms, node: fx.Node, result: int, how: Sequence[HowDivid
     return terms.make((LIST, *(h.of(terms, item) if h else item for h, item in zip(how, items, strict=True))))
 
 
-def _applied(graph: HasTerms, node: fx.Node, args: Sequence[Any], given: Given) -> int:
-    """Return the term of an operation on whole values."""
+def _applied(
+    graph: HasTerms, node: fx.Node, args: Sequence[Any], given: Given, kernel: Any = None, kwargs: Any = None
+) -> int:
+    """Return the term of an operation on whole values, or of a kernel in its place."""
 
     def term(argument: Any) -> int:
         if isinstance(argument, fx.Node):
@@ -233,7 +269,7 @@ def _applied(graph: HasTerms, node: fx.Node, args: Sequence[Any], given: Given) 
             return graph.terms.make((LIST, *map(term, argument)))
         return graph.term(argument)
 
-    key = [node.target, *map(term, args)]
-    for name, value in node.kwargs.items():
+    key = [kernel or node.target, *map(term, args)]
+    for name, value in (node.kwargs if kwargs is None else kwargs).items():
         key += (f"{name}=", term(value))
     return graph.terms.make(tuple(key))

@@ -354,7 +354,8 @@ class _Reader:
 
     def _divided(self, call: _Call, body: _Body, operation: str) -> None:
         """Handle an operator that divides a value otherwise over an axis, and waits for what it sends."""
-        *constants, name = [ast.literal_eval(argument) for argument in call.tree.args if _is_constant(argument)]
+        given = *call.tree.args, *(word.value for word in call.tree.keywords if word.arg in ("size", "group"))
+        *constants, name = [ast.literal_eval(argument) for argument in given if _is_constant(argument)]
         if name not in self.axes:
             raise call.error(f"divides a value over {name!r}, which is not an axis")
         if operation != "shard":

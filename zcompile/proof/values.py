@@ -37,7 +37,7 @@ from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Communication, Input, Kind, Parameter, Receive, Send
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import shared_results
-from zcompile.ir.side_effects import changes_division, is_collective, is_opaque
+from zcompile.ir.side_effects import changes_division, group_of, is_collective, is_opaque
 from zcompile.ir.spelling import counted
 from zcompile.proof.operations import Regions, UnknownOperationError
 from zcompile.proof.steps import HELD_BACK, INPUT, StepTerms, Value, mean_of, sum_of
@@ -161,7 +161,7 @@ class ExpectedValues:
             for node in graph.nodes:
                 if changes_division(node):
                     *_, size = (None, *(arg for arg in node.args if isinstance(arg, int)))
-                    if (ranks := f"{size} of {node.args[-1]!r}") != wanted:
+                    if (ranks := f"{node.kwargs.get('size', size)} of {group_of(node)!r}") != wanted:
                         yield Violation(node, f"{node.name} divides a value over ranks {ranks}; want {wanted}")
 
     def _inside(self, param: Param, gradient: int) -> int:

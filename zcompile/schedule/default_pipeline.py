@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from zcompile import facts
-from zcompile.cost.hardware import CPU
+from zcompile.cost.hardware import CPU, Hardware
 from zcompile.cost.roofline import bucket_for
 from zcompile.errors import OptionError
 from zcompile.ir.layout import SMALL_BYTES, STAGES
@@ -135,7 +135,7 @@ def pipeline(
             or "step", for a step that is captured as a whole, and in which nothing is gathered for the next one.
         chunk: The most rows, such as tokens, for which wide values, such as logits, are computed at once; a size such
             as "8 GiB", within which the step is kept by it; or "auto": losses are, and more if memory is short.
-        sequence: How tokens are divided over the ranks of the sequence axis: "ulysses", by heads for attention.
+        sequence: How ranks of the sequence axis compute attention: "ulysses", "ring" or "auto"; see `divide_sequence`.
         free: Bytes that the step may hold with chunk="auto"; None for any number.
 
     Raises:
@@ -335,6 +335,8 @@ def _recomputes(
     return [Pass("recompute_activations", run, (facts.UNITS_ASSIGNED,))]
 
 
-def of_sequences(sequence: Sequencing) -> list[Pass]:
+def of_sequences(sequence: Sequencing, hardware: Hardware | None = None) -> list[Pass]:
     """Return the passes that come before all others, also before a step is cut into stages of a pipeline."""
-    return [Pass("divide_sequence", divide_sequence)] if sequence is not None else []
+    if sequence is None:
+        return []
+    return [Pass("divide_sequence", partial(divide_sequence, how=sequence, hardware=hardware))]

@@ -20,14 +20,15 @@ CudaGraphs = bool | Literal["step"]
 Chunk = int | str | None
 """The most rows for which wide values are computed at once, a size that the step keeps within by it, or "auto"."""
 
-Sequencing = Literal["ulysses"] | None
-"""How tokens are divided over the ranks of the mesh's dimension "sp"; None: not at all."""
+Sequencing = Literal["ulysses", "ring", "auto"] | None
+"""How ranks that divide tokens compute attention; None: no ranks do."""
 
 
 def check_sequence(sequence: object) -> None:
     """Raise OptionError unless `sequence` is a known way to divide tokens, or None."""
-    if sequence not in (None, "ulysses"):
-        raise OptionError("sequence", f"has no value {sequence!r}", 'choose "ulysses", or leave it out')
+    if sequence not in (None, "ulysses", "ring", "auto"):
+        fix = 'choose "ulysses", "ring" or "auto", or leave it out'
+        raise OptionError("sequence", f"has no value {sequence!r}", fix)
 
 
 def check_chunk(chunk: object) -> None:

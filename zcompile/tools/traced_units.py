@@ -138,7 +138,7 @@ class TracedUnits:
         if self.sequence > 1:
             axis = Axis("sp", AxisKind.SEQUENCE, self.sequence, parts)
             traced = replace(traced, layout=replace(traced.layout, axes=(*traced.layout.axes, axis)))
-            traced = Verified.traced(traced).after(of_sequences("ulysses")).program
+            traced = Verified.traced(traced).after(of_sequences("auto", self.hardware)).program
         return UnitStages.of(traced, guess_for(self.hardware.device), self.hardware)
 
 

@@ -2,7 +2,8 @@
 
 Each waits for what it sends, and gives memory of its own, in which dimensions lie in `order`, the outermost first:
 views that graphs take of the whole can be taken of parts. `group` is the name of a process group, and `size` how many
-ranks it has; a rank has the part of a dimension that its number in the group says.
+ranks it has; a rank has the part of a dimension that its number in the group says, or in zig-zag order, two halves of
+a part: see `zcompile.torch_internals.ring_attention`.
 """
 
 from __future__ import annotations
@@ -16,25 +17,30 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 
 @torch.library.custom_op("zcompile::shard", mutates_args=())
-def shard(x: Tensor, dim: int, outer: int, size: int, order: list[int], group: str) -> Tensor:
+def shard(x: Tensor, dim: int, outer: int, size: int, order: list[int], group: str, *, zigzag: bool = False) -> Tensor:
     """Return this rank's part of a value that all ranks have, of each of `outer` runs of all parts along `dim`."""
-    rank = _group(group).rank()
+    rank = group_of_name(group).rank()
+    mine = (rank, 2 * size - 1 - rank) if zigzag else (rank,)
 
     def sharded(y: Tensor, at: Sequence[int]) -> Tensor:
-        mine: Tensor = y.unflatten(at[0], (outer, size, -1)).select(at[0] + 1, rank).flatten(at[0], at[0] + 1).clone()
-        return mine
+        chunks = y.unflatten(at[0], (outer, len(mine) * size, -1)).unbind(at[0] + 1)
+        return torch.stack([chunks[number] for number in mine], at[0] + 1).flatten(at[0], at[0] + 2)
 
     return _in_memory(x, order, [dim], sharded)
 
 
 @torch.library.custom_op("zcompile::all_gather", mutates_args=())
-def all_gather(x: Tensor, dim: int, outer: int, size: int, order: list[int], group: str) -> Tensor:
+def all_gather(
+    x: Tensor, dim: int, outer: int, size: int, order: list[int], group: str, *, zigzag: bool = False
+) -> Tensor:
     """Return the value of which each rank has a part, of each of `outer` runs of all parts along `dim`."""
 
     def gathered(y: Tensor, at: Sequence[int]) -> Tensor:
         parts = y.new_empty((size, *y.shape))
-        dist.all_gather_into_tensor(parts.view(-1), y.view(-1), group=_group(group))
-        return torch.stack([part.unflatten(at[0], (outer, -1)) for part in parts], at[0] + 1).flatten(at[0], at[0] + 2)
+        dist.all_gather_into_tensor(parts.view(-1), y.view(-1), group=group_of_name(group))
+        chunks = parts.unflatten(at[0] + 1, (outer, 1 + zigzag, -1)).unbind(at[0] + 2)
+        in_order = [*chunks[0].unbind(), *(chunks[1].flip(0).unbind() if zigzag else ())]
+        return torch.stack(in_order, at[0] + 1).flatten(at[0], at[0] + 2)
 
     return _in_memory(x, order, [dim], gathered)
 
@@ -46,7 +52,7 @@ def all_to_all(x: Tensor, gather_dim: int, shard_dim: int, size: int, order: lis
     def exchanged(y: Tensor, at: Sequence[int]) -> Tensor:
         sent = torch.stack(y.chunk(size, at[1]))
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received.view(-1), sent.view(-1), group=_group(group))
+        dist.all_to_all_single(received.view(-1), sent.view(-1), group=group_of_name(group))
         return torch.cat(received.unbind(), at[0])
 
     return _in_memory(x, order, [gather_dim, shard_dim], exchanged)
@@ -56,17 +62,17 @@ def all_to_all(x: Tensor, gather_dim: int, shard_dim: int, size: int, order: lis
 def all_reduce(x: Tensor, size: int, group: str) -> Tensor:
     """Return the sum of the ranks' values."""
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=_group(group))
+    dist.all_reduce(total, group=group_of_name(group))
     return total
 
 
 @shard.register_fake
-def _(x: Tensor, dim: int, outer: int, size: int, order: list[int], group: str) -> Tensor:
+def _(x: Tensor, dim: int, outer: int, size: int, order: list[int], group: str, *, zigzag: bool = False) -> Tensor:
     return _in_memory(x, order, [dim], lambda y, at: y.new_empty(_resized(y, at[0], size, 1)))
 
 
 @all_gather.register_fake
-def _(x: Tensor, dim: int, outer: int, size: int, order: list[int], group: str) -> Tensor:
+def _(x: Tensor, dim: int, outer: int, size: int, order: list[int], group: str, *, zigzag: bool = False) -> Tensor:
     return _in_memory(x, order, [dim], lambda y, at: y.new_empty(_resized(y, at[0], 1, size)))
 
 
@@ -93,7 +99,8 @@ def _in_memory(
     return make(x.permute(*order).contiguous(), [back[dim] for dim in dims]).permute(*back)
 
 
-def _group(name: str) -> dist.ProcessGroup:
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """Return the process group of this name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]  # of torch 2.13, a type of its own
 
 
