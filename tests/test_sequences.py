@@ -226,8 +226,9 @@ def test_a_backend_divides_sequences(threads: Threads) -> None:
 
 
 @pytest.mark.slow
-def test_real_ranks_exchange_heads(ranks: Ranks) -> None:
-    assert ranks.run(4, trained, 2, 2, {"stage": 3}) == [""] * 4
+@pytest.mark.parametrize("how", ["ulysses", "ring"])
+def test_real_ranks_divide_sequences(ranks: Ranks, how: str) -> None:
+    assert ranks.run(4, trained, 2, 2, {"stage": 3, "sequence": how}) == [""] * 4
 
 
 def stepped(rank: int, stage: int) -> str:

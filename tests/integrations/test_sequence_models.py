@@ -21,19 +21,25 @@ from tests.integrations.test_chunked_models import MODELS, batch, loss_of  # noq
 NAMES = [name for name in MODELS if name not in ("distillation", "dpo")]
 
 
-def against_one(rank: int, name: str, data: int, ranks: int, stage: int) -> str:
+def against_one(rank: int, name: str, data: int, ranks: int, stage: int, how: str) -> str:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (data, ranks), mesh_dim_names=("dp", "sp"))
     model = MODELS[name]().train()
     plain = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
-    options = {"mesh": mesh, "sequence": "ulysses", "stage": stage, "backend": "eager"}
+    options = {"mesh": mesh, "sequence": how, "stage": stage, "backend": "eager"}
     step = zcompile.train_step(model, loss_of, optimizers[0], **options)
+
+    def given(index: int, number: int) -> dict[str, torch.Tensor]:
+        """A batch as long as a ring can divide."""
+        parts = batch(index, number)
+        return {key: part[:, : part.shape[1] // (2 * ranks) * 2 * ranks].contiguous() for key, part in parts.items()}
+
     for number in range(3):
-        found = step(**batch(mesh["dp"].get_local_rank(), number))
+        found = step(**given(mesh["dp"].get_local_rank(), number))
         for index in range(data):
-            wanted = loss_of(plain, **batch(index, number))
+            wanted = loss_of(plain, **given(index, number))
             (wanted / data).backward()
             if index == mesh["dp"].get_local_rank():
                 torch.testing.assert_close(found, wanted.detach(), rtol=1e-5, atol=1e-6)
@@ -48,10 +54,16 @@ def against_one(rank: int, name: str, data: int, ranks: int, stage: int) -> str:
 
 FOUR = ("gpt2", "opt", "gpt_neox", "t5", "bert")
 """Models with four heads of keys."""
-CASES = [(name, *shape) for name in NAMES for shape in ((1, 2, 3), (2, 2, 2), (1, 2, 0))]
+SHAPES = (1, 2, 3, "ulysses"), (2, 2, 2, "ulysses"), (1, 2, 0, "ulysses"), (1, 2, 1, "ring"), (2, 2, 3, "ring")
+CASES = [(name, *shape) for name in NAMES for shape in SHAPES]
 
 
-@pytest.mark.parametrize(("name", "data", "ranks", "stage"), CASES + [(name, 1, 4, 1) for name in FOUR])
-def test_a_model_trains_on_divided_sequences(threads: Threads, name: str, data: int, ranks: int, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "data", "ranks", "stage", "how"),
+    [*CASES, *((name, 1, 4, 1, "ulysses") for name in FOUR), *((name, 1, 4, 2, "ring") for name in NAMES)],
+)
+def test_a_model_trains_on_divided_sequences(
+    threads: Threads, name: str, data: int, ranks: int, stage: int, how: str
+) -> None:
     world = data * ranks
-    assert threads.run(world, against_one, name, data, ranks, stage) == [""] * world
+    assert threads.run(world, against_one, name, data, ranks, stage, how) == [""] * world
