@@ -29,6 +29,7 @@ import zcompile.torch_internals.group_operators  # noqa: F401  # registers the o
 from zcompile.cost.hardware import Hardware, guess_for
 from zcompile.cost.roofline import collective_seconds, ring_bytes
 from zcompile.errors import OptionError
+from zcompile.ir.axis import Axis
 from zcompile.ir.operation import Data, Phase, data, line_of, op_of, set_data
 from zcompile.ir.ops import Compute, Input, Item, Kind, Parameter
 from zcompile.ir.placement import PARTIAL, WHOLE, Divided, Placement
@@ -89,16 +90,25 @@ def divide_sequence(program: Program, how: str = "ulysses", hardware: Hardware |
     check_sizes(program, "sequence")
     divided, errors = list[Program](), list[OptionError]()
     for zigzag in [False, True] if how == "auto" else [how == "ring"]:
-        division = _Division(program, axis.size, axis.name, zigzag=zigzag)
         try:
-            for node in program.graph.nodes:
-                division.add(node)
-            divided.append(division.finished())
+            divided.append(_divided(program, axis, zigzag=zigzag))
         except OptionError as error:
             errors.append(error)
     if not divided:
         raise errors[-1]
     return min(divided, key=lambda found: _seconds_sent(found, hardware))
+
+
+def _divided(program: Program, axis: Axis, *, zigzag: bool) -> Program:
+    """Return a program in which tokens are divided: those of inputs, or if that divides nothing, those of attention."""
+    for of_inputs in (True, False):
+        division = _Division(program, axis.size, axis.name, zigzag=zigzag, of_inputs=of_inputs)
+        for node in program.graph.nodes:
+            division.add(node)
+        if any(isinstance(place, Divided) for place in division.place.values()):
+            return division.finished()
+    problem = f"no input is (batch, tokens), of tokens that {axis.size} ranks can divide"
+    raise OptionError("sequence", problem, f"give batches so, whose length is a multiple of {division.chunks}")
 
 
 def _seconds_sent(program: Program, hardware: Hardware | None) -> float:
@@ -111,7 +121,7 @@ def _seconds_sent(program: Program, hardware: Hardware | None) -> float:
 class _Division:
     """A program that is being divided."""
 
-    def __init__(self, program: Program, size: int, group: str, *, zigzag: bool) -> None:
+    def __init__(self, program: Program, size: int, group: str, *, zigzag: bool, of_inputs: bool) -> None:
         self.program, self.size, self.group = program, size, group
         self.order = {"zigzag": True} if zigzag else {}
         self.chunks = 2 * size if zigzag else size
@@ -124,11 +134,37 @@ class _Division:
         self.several: dict[fx.Node, tuple[Placement, ...]] = {}
         self.tokens: dict[fx.Node, Divided] = {}
         """Where values that are whole have their tokens, if they have."""
+        self.rows: dict[fx.Node, int] = {}
+        """How many tokens there are, of values that may have other dimensions in the same place."""
         self.returned: set[Any] = {*program.results.outputs, *program.results.input_gradients}
         self.trained: set[fx.Node] = set()
         """Parameters, and what is computed from them."""
+        self.of_inputs = of_inputs
+        if not of_inputs:
+            self._label_attended()
 
     # -- values
+
+    def _label_attended(self) -> None:
+        """Note where the first value has tokens from which attention has them, and nothing has mixed them since.
+
+        Images, say, are no tokens, and their patches are.
+        """
+        waiting = [one for node in self.program.graph.nodes if is_attention(node) for one in attended(node)[:1]][:1]
+        placed = Placements(shape_of(waiting[0])[2] if waiting else 1)
+        for query in waiting:
+            placed.put(query, _BEHIND_HEADS, query)
+        while waiting:
+            value = waiting.pop()
+            parent = value.all_input_nodes[0] if isinstance(data(value).op, Item) else value
+            try:
+                placed.follow(value)
+                found = [one for one in tensors_of(parent) if isinstance(placed.of.get(one), Divided)]
+            except MixedRowsError:
+                found = []
+            if not found and isinstance(place := placed.of.get(value), Divided):
+                self.tokens[value] = place
+            waiting += [one for one in found if one.op == "call_function"]
 
     def add(self, node: fx.Node) -> None:
         """Add a value of the program."""
@@ -140,7 +176,7 @@ class _Division:
             self._give(node, self.graph.node_copy(node), WHOLE)
             op, shape = data(node).op, shape_of(node)
             is_argument = isinstance(op, Input) and op.kind is Kind.DATA and op.held in ("", "?")
-            if is_argument and len(shape) > 1 and shape[1] % self.chunks == 0:
+            if self.of_inputs and is_argument and len(shape) > 1 and shape[1] % self.chunks == 0:
                 self.tokens[node] = _TOKENS
         elif isinstance(data(node).op, Item):
             self._item(node)
@@ -148,6 +184,7 @@ class _Division:
             (source,) = node.all_input_nodes
             self.place[node], self.ways[node] = self.place[source], self.ways[source]
             self.tokens |= {node: self.tokens[source]} if source in self.tokens else {}
+            self.rows |= {node: self.rows[source]} if source in self.rows else {}
             self._returned(node)
         else:
             self._operation(node)
@@ -158,6 +195,7 @@ class _Division:
         copied = self._copy(node, (made, index), node.kwargs)
         placement = self.several[parent][index] if parent in self.several else WHOLE
         self._give(node, copied, placement)
+        self.rows |= {node: self.rows[parent]} if parent in self.rows else {}
         if is_attention(parent) and placement == _HEADS and len(shape_of(node)) == 4:
             self.place[node] = _BEHIND_HEADS
 
@@ -182,11 +220,7 @@ class _Division:
         """Return how an operation takes its values, and gives its results: so that as little as possible is sent."""
         found = list[tuple[int, int, dict[fx.Node, Placement], Sequence[Placement]]]()
         for source, placement in given.items():
-            try:
-                placed = Placements(self.chunks)
-                placed.put(source, placement, node)
-                placed.follow(node)
-            except MixedRowsError:
+            if (placed := self._followed(node, source, placement)) is None:
                 continue
             wanted = {other: placed.of.get(other, WHOLE) for other in sources}
             if results := placed.results(node):
@@ -200,16 +234,22 @@ class _Division:
     def _label(self, node: fx.Node, sources: Iterable[fx.Node]) -> None:
         """Note where a value that is computed as a whole has its tokens."""
         for source in sources:
-            if source in self.tokens:
-                try:
-                    placed = Placements(self.chunks)
-                    placed.put(source, self.tokens[source], node)
-                    placed.follow(node)
-                except MixedRowsError:
-                    continue
-                if isinstance(found := placed.of.get(node), Divided):
-                    self.tokens[node] = found
-                    return
+            placed = self._followed(node, source, self.tokens[source]) if source in self.tokens else None
+            if placed is not None and isinstance(found := placed.of.get(node), Divided):
+                self.tokens[node] = found
+                return
+
+    def _followed(self, node: fx.Node, source: fx.Node, placement: Divided) -> Placements | None:
+        """Return where an operation has its rows if `source` has tokens there; None if it mixes tokens."""
+        rows = self.rows.get(source, shape_of(source)[placement.dim] // placement.outer)
+        placed = Placements(rows)
+        try:
+            placed.put(source, placement, node)
+            placed.follow(node)
+        except MixedRowsError:
+            return None
+        self.rows[node] = rows
+        return placed if rows % self.chunks == 0 else None
 
     def _attention(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
         wanted: dict[fx.Node, Placement] = {}
@@ -339,9 +379,6 @@ class _Division:
 
     def finished(self) -> Program:
         """Return the program, whose results are whole."""
-        if not any(isinstance(place, Divided) for place in self.place.values()):
-            problem = f"no input is (batch, tokens), of tokens that {self.size} ranks can divide"
-            raise OptionError("sequence", problem, f"give batches so, whose length is a multiple of {self.chunks}")
         results = self.program.results
 
         def whole(value: Any) -> Any:

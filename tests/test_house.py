@@ -88,11 +88,11 @@ LINES = {
     "zcompile/state": 1_660,
     "zcompile/tools": 4_760,
     "zcompile/torch_internals": 1_850,
-    "passes": 5_400,
+    "passes": 5_440,
     "runtime": 8_825,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 54_115
+MOST_LINES = 54_160
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,
@@ -102,7 +102,7 @@ BENCHMARKS = {
     "gpu": 1_560,
     "memory": 1_180,
     "mutants": 3_340,
-    "speed": 2_530,
+    "speed": 2_725,
 }
 """The same of each folder of benchmarks, which are not installed."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,8 +23,10 @@ from tests.compare import differing, full, gradients, parameters
 from tests.ranks import Ranks
 from tests.threads import Threads
 from zcompile import AgreementError, OptionError, ZcompileError
+from zcompile.cost.roofline import ring_bytes
 from zcompile.ir.operation import data
-from zcompile.ir.ops import Send
+from zcompile.ir.ops import Call, Send
+from zcompile.ir.side_effects import is_ring
 from zcompile.proof.dumps import prove_dump
 from zcompile.tools.llama import Llama, LlamaShape
 
@@ -98,6 +101,27 @@ def test_a_divided_sequence_trains_as_one_process(threads: Threads, data: int, r
 def test_keys_and_values_go_round(threads: Threads, data: int, ranks: int, stage: int) -> None:
     options = {"stage": stage, "sequence": "ring"}
     assert threads.run(data * ranks, trained, data, ranks, options) == [""] * data * ranks
+
+
+def in_a_step(rank: int) -> int:
+    """The bytes that a rank is foretold to receive in the rings of a step."""
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "sp"))
+    compiled = zcompile.compile(gpt(), mesh=mesh, sequence="ring", dtype=torch.bfloat16, backend="eager")
+    compiled(*batch(0, 0)).backward()
+    program = compiled.programs[0]
+    called = [program.regions[op.region] for node in program.graph.nodes if isinstance(op := data(node).op, Call)]
+    return sum(ring_bytes(node, 4) for region in called for node in region.graph.nodes if is_ring(node))
+
+
+def test_a_ring_sends_what_is_foretold(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, send = list[int](), dist.all_to_all_single
+
+    def counting(arriving: Tensor, block: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(block.nbytes)
+        return send(arriving, block, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_to_all_single", counting)
+    assert threads.run(4, in_a_step) == [sum(sent) // 4] * 4 != [0] * 4
 
 
 def in_parts(model: Any, tokens: Tensor, targets: Tensor, parts: int) -> Tensor:

@@ -150,6 +150,22 @@ class Masked(nn.Module):
         return (losses * (targets > 4)).sum() / (targets > 4).sum()
 
 
+class Patches(nn.Module):
+    """A model of images: their patches, computed by a convolution, are the tokens; one answer for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.positions = nn.Conv2d(1, WIDTH, (1, 2), (1, 2)), nn.Parameter(torch.randn(1, LENGTH, WIDTH))
+        self.norm, self.project, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        images = torch.stack([tokens, targets], -2).float()[:, None]
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        heads = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.project(self.norm(x)).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.head(x.mean(1)), targets[:, 0])
+
+
 class Raised(nn.Module):
     """A sum over tokens to which a number is added once, and not by each rank."""
 
@@ -169,6 +185,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "explicit": Explicit,
     "raised": Raised,
     "masked": Masked,
+    "patches": Patches,
 }
 
 

@@ -7,7 +7,7 @@ reduced model with up to two of each is traced instead, provided that a trial tr
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +23,7 @@ from zcompile.cost.hardware import Hardware, guess_for
 from zcompile.engine.train_steps import FlatResults
 from zcompile.errors import GroupError, ModelError
 from zcompile.ir.axis import Axis, AxisKind
+from zcompile.ir.program import Program
 from zcompile.model.units import find_blocks
 from zcompile.pipelining.guard import check_traced
 from zcompile.schedule.default_pipeline import of_sequences
@@ -57,10 +58,10 @@ class TracedUnits:
     plan: Mapping[str, ParallelStyle] | None = None
     loss_fn: Callable[..., Any] | None = None
     sequence: int = 1
-    _whole: UnitStages | None = None
-    """All units, traced for the first size requested."""
-    _kept: tuple[int, ...] = ()
-    """Indices of the units of the reduced model."""
+    _whole: dict[int, tuple[UnitStages, tuple[int, ...]]] = field(default_factory=dict)
+    """By degree of tensor parallelism, all units, traced for any size, and which of them the reduced model has."""
+    _programs: dict[tuple[int, int, frozenset[str], bool], Program] = field(default_factory=dict)
+    """The traced steps, as they are for any number of ranks that divide tokens."""
     _traced: dict[tuple[int, int], UnitStages] = field(default_factory=dict)
     _costs: dict[tuple[int, int, bool], PipelineCosts] = field(default_factory=dict)
 
@@ -75,11 +76,11 @@ class TracedUnits:
         """
         key = parts, times, checkpoint
         if key not in self._costs:
-            units, whole = self._of(parts, times), self._whole
-            assert whole is not None, "the first trace is of the whole model"
+            units = self._of(parts, times)
+            whole, kept = self._whole[parts]
             alike: Sequence[int] = range(len(units.names))
             if len(units.names) < len(whole.names):
-                first = {whole.keys[unit]: number for number, unit in enumerate(self._kept)}
+                first = {whole.keys[unit]: number for number, unit in enumerate(kept)}
                 alike = [first[key] for key in whole.keys]
             else:
                 whole = units
@@ -88,41 +89,52 @@ class TracedUnits:
 
     def over(self, sequence: int) -> TracedUnits:
         """Return the same model, whose tokens so many ranks divide; its units need not be alike where others' are."""
-        return replace(self, sequence=sequence, _whole=None, _kept=(), _traced={}, _costs={})
+        return replace(self, sequence=sequence, _whole={}, _traced={}, _costs={})
 
     def _of(self, parts: int, times: int) -> UnitStages:
         if (parts, times) not in self._traced:
-            if self._whole is None:
-                self._whole = self._trace(parts, times)
-                self._kept = _some_of_each(self._whole)
-                shorter = self._shorter(parts, times)
-                if shorter is None or shorter.keys != tuple(self._whole.keys[unit] for unit in self._kept):
-                    self._kept = tuple(range(len(self._whole.names)))
-                    shorter = self._whole
-                self._traced[parts, times] = shorter
-            else:
-                self._traced[parts, times] = self._shorter(parts, times) or self._trace(parts, times)
+            reference = self._whole.get(parts) or next(iter(self._whole.values()), None)
+            shorter = reference and self._shorter(parts, times, *reference)
+            if shorter is None:
+                whole = self._trace(parts, times)
+                kept = _some_of_each(whole)
+                shorter = self._shorter(parts, times, whole, kept)
+                if shorter is None or shorter.keys != tuple(whole.keys[unit] for unit in kept):
+                    shorter, kept = whole, tuple(range(len(whole.names)))
+                reference = whole, kept
+            assert reference is not None, "what is shorter was compared with it"
+            self._traced[parts, times], self._whole[parts] = shorter, reference
         return self._traced[parts, times]
 
-    def _shorter(self, parts: int, times: int) -> UnitStages | None:
+    def _shorter(self, parts: int, times: int, whole: UnitStages, kept: Sequence[int]) -> UnitStages | None:
         """Trace the reduced model; None if nothing can be left out, or its units differ."""
-        assert self._whole is not None, "the first trace is of the whole model"
-        blocks, names = find_blocks(self.model), self._whole.names
-        dropped = {name for unit, name in enumerate(names) if unit not in self._kept}
+        blocks = find_blocks(self.model)
+        dropped = frozenset(name for unit, name in enumerate(whole.names) if unit not in kept)
         if not dropped or not dropped.issubset(blocks) or self._names_blocks():
             return None
         try:
             found = self._trace(parts, times, without=dropped)
         except Exception:  # code that relies on all blocks may raise anything
             return None
-        wanted = [self._whole.stages[unit].boundary for unit in self._kept]
+        wanted = [whole.stages[unit].boundary for unit in kept]
         return found if [one.boundary.shape for one in found.stages] == [one.shape for one in wanted] else None
 
     def _names_blocks(self) -> bool:
         """True if options name blocks by index, which would mean other blocks in the reduced model."""
         return any(part.isdecimal() for name in (*(self.units or ()), *(self.plan or ())) for part in name.split("."))
 
-    def _trace(self, parts: int, times: int, without: set[str] = frozenset()) -> UnitStages:  # type: ignore[assignment]
+    def _trace(self, parts: int, times: int, without: frozenset[str] = frozenset()) -> UnitStages:
+        key = parts, times, without, self.sequence > 1
+        if key not in self._programs:
+            self._programs[key] = self._program(parts, times, without)
+        traced = self._programs[key]
+        if self.sequence > 1:
+            axis = Axis("sp", AxisKind.SEQUENCE, self.sequence, parts)
+            traced = replace(traced, layout=replace(traced.layout, axes=(*traced.layout.axes, axis)))
+            traced = Verified.traced(traced).after(of_sequences("auto", self.hardware)).program
+        return UnitStages.of(traced, guess_for(self.hardware.device), self.hardware)
+
+    def _program(self, parts: int, times: int, without: frozenset[str]) -> Program:
         model = _without(_copied(self.model), without)
 
         def larger(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,11 +147,7 @@ class TracedUnits:
             given = {"dtype": self.dtype, "units": self.units, "loss_fn": self.loss_fn, "chunks": self.sequence > 1}
             traced = trace(model, args, kwargs, device=device, results=results, **given)  # type: ignore[arg-type]
         check_traced(traced, len(results.names or ()))
-        if self.sequence > 1:
-            axis = Axis("sp", AxisKind.SEQUENCE, self.sequence, parts)
-            traced = replace(traced, layout=replace(traced.layout, axes=(*traced.layout.axes, axis)))
-            traced = Verified.traced(traced).after(of_sequences("auto", self.hardware)).program
-        return UnitStages.of(traced, guess_for(self.hardware.device), self.hardware)
+        return traced
 
 
 def _some_of_each(whole: UnitStages) -> tuple[int, ...]:
@@ -166,7 +174,7 @@ def _copied(model: nn.Module) -> nn.Module:
         raise ModelError(type(model).__name__, problem, "make it work with copy.deepcopy") from error
 
 
-def _without(model: nn.Module, blocks: set[str]) -> nn.Module:
+def _without(model: nn.Module, blocks: Collection[str]) -> nn.Module:
     """Delete some blocks of `model`, in place."""
     for path in sorted(blocks, key=lambda path: int(path.rpartition(".")[2]), reverse=True):  # deletion renumbers
         container, _, name = path.rpartition(".")
