@@ -18,6 +18,7 @@ which are data-parallel ranks as well, and average them: so each is multiplied b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -146,10 +147,7 @@ class _Division:
     # -- values
 
     def _label_attended(self) -> None:
-        """Note where the first value has tokens from which attention has them, and nothing has mixed them since.
-
-        Images, say, are no tokens, and their patches are.
-        """
+        """Note where the first value has tokens that attention sees, such as patches of images."""
         waiting = [one for node in self.program.graph.nodes if is_attention(node) for one in attended(node)[:1]][:1]
         placed = Placements(shape_of(waiting[0])[2] if waiting else 1)
         for query in waiting:
@@ -415,5 +413,5 @@ class _Division:
 
 def _order(node: fx.Node) -> list[int]:
     """Return the dimensions of a value as they lie in memory, the outermost first."""
-    strides = node.meta["val"].stride()
-    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    strides = node.meta["val"].stride()  # 0 of what is expanded: kernels of attention want the last one innermost
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim] or -math.inf)
