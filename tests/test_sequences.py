@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from typer.testing import CliRunner
 
 import zcompile
 from examples.gpt import GPT, GPTConfig
@@ -28,6 +29,7 @@ from zcompile.ir.operation import data
 from zcompile.ir.ops import Call, Send
 from zcompile.ir.side_effects import is_ring
 from zcompile.proof.dumps import prove_dump
+from zcompile.tools import command_line
 from zcompile.tools.llama import Llama, LlamaShape
 
 WORDS, LENGTH, BATCH = 32, 8, 3
@@ -101,6 +103,20 @@ def test_a_divided_sequence_trains_as_one_process(threads: Threads, data: int, r
 def test_keys_and_values_go_round(threads: Threads, data: int, ranks: int, stage: int) -> None:
     options = {"stage": stage, "sequence": "ring"}
     assert threads.run(data * ranks, trained, data, ranks, options) == [""] * data * ranks
+
+
+def recorded(rank: int, how: Any, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
+    options = {"sequence": how, "stage": 3, "backend": "eager", "record": folder}
+    zcompile.compile(gpt(), mesh=mesh, **options)(*batch(0, 0)).backward()
+
+
+@pytest.mark.parametrize("how", ["ulysses", "ring"])
+def test_a_rank_of_a_sequence_runs_again_alone(threads: Threads, how: str, tmp_path: Path) -> None:
+    threads.run(2, recorded, how, str(tmp_path))
+    result = CliRunner().invoke(command_line.app, ["replay", str(tmp_path), "--rank", "1"])
+    assert result.exit_code == 0, result.output
+    assert "values recomputed, all equal, bit for bit" in result.output
 
 
 def in_a_step(rank: int) -> int:

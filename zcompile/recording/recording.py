@@ -223,9 +223,9 @@ class Run:
 
         return line
 
-    def _received(self, operation: str, result: torch.Tensor) -> Described:
-        """Describe the result of a collective within a region: in full after its wait, before that only its layout."""
-        if operation == "wait_tensor":
+    def _received(self, known: bool, result: torch.Tensor) -> Described:
+        """Describe a result of a collective within a region: in full once it is known, before that only its layout."""
+        if known:
             return self.recording.kept(result).described()
         shape, stride = list(map(int, result.shape)), list(map(int, result.stride()))
         return {"kind": "pending", "dtype": str(result.dtype).removeprefix("torch."), "shape": shape, "stride": stride}

@@ -111,14 +111,32 @@ def random_state(drawn: Any) -> torch.Tensor:
 
 
 def is_collective(target: object) -> bool:
-    """True for a functional collective or its wait, as DTensors issue within regions."""
-    return isinstance(target, OpOverload) and target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
+    """True for what communicates within regions: functional collectives and their waits, or operators of `zcompile`."""
+    return isinstance(target, OpOverload) and target.namespace in (
+        "_c10d_functional",
+        "_c10d_functional_autograd",
+        "zcompile",
+    )
+
+
+def _is_known(operation: OpOverload) -> bool:
+    """True for one whose results are there once it returns: a wait, or an operator that waits for what it sends."""
+    return operation.namespace == "zcompile" or operation.overloadpacket.__name__ == "wait_tensor"
+
+
+def _read(operation: OpOverload) -> int:
+    """How many of its results are read; of attention in a ring, those that lead its results."""
+    leading = 3 if operation.overloadpacket.__name__.endswith("_backward") else 2
+    return min(len(operation._schema.returns), leading)
 
 
 class CollectiveCalls(TorchDispatchMode):
-    """While regions run, compiled or not: collects `note(name, result)` for each collective in them."""
+    """While regions run, compiled or not: collects `note(known, result)` for each collective in them.
 
-    def __init__(self, note: Callable[[str, torch.Tensor], Any]) -> None:
+    A result is known after its wait, before that only its layout is.
+    """
+
+    def __init__(self, note: Callable[[bool, torch.Tensor], Any]) -> None:
         super().__init__()
         self.note = note
         self.results: list[Any] = []
@@ -126,8 +144,9 @@ class CollectiveCalls(TorchDispatchMode):
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if is_collective(func):
-            given = result if isinstance(result, (list, tuple)) else [result]
-            self.results += [self.note(func.overloadpacket.__name__, one) for one in given]
+            own = func.namespace == "zcompile" and isinstance(result, tuple)
+            given = result[: _read(func)] if own else result if isinstance(result, (list, tuple)) else [result]
+            self.results += [self.note(_is_known(func), one) for one in given]
         return result
 
 
@@ -144,7 +163,11 @@ class GivenCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not is_collective(func):
             return func(*args, **(kwargs or {}))
-        name, first = func.overloadpacket.__name__, args[0]
+        name, first, returns = func.overloadpacket.__name__, args[0], func._schema.returns
+        if func.namespace == "zcompile":
+            read = [next(self.results) for _ in range(_read(func))]
+            numbers = [0 if "int" in str(one.type) else None for one in returns[len(read) :]]
+            return read[0] if len(returns) == 1 else (*read, *numbers)
         several = isinstance(first, (list, tuple))
         given = [next(self.results) for _ in (first if several else [first])]
         if name == "wait_tensor":  # write to the argument, too: compiled code may continue with it
