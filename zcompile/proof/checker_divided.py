@@ -162,9 +162,8 @@ class _Divided(Loop):
         results, index = list[TermValue](), 0
         while (item := self.of._item(whole, index)).term in self.of.terms.shapes:
             shape = self.of.terms.shapes[item.term]
-            length = (
-                tokens if tokens and len(shape) == 3 else shape[dim] if len(shape) > 2 else 0
-            )  # logarithms are padded
+            length = shape[dim] if len(shape) > 2 else 0
+            length = tokens if tokens and len(shape) == 3 else length  # logarithms of sums may be padded
             self.size = length // self.ranks
             results.append(self._as((dim, 1) if length else None, item))
             index += 1
@@ -183,9 +182,7 @@ class _Divided(Loop):
             wanted = [How(self.ranks, 2, 1, own, self.order) for own in {*rows}]
             if self.how[name] != (wanted[0] if wanted else None) or len(wanted) > 1:
                 self._refuse(f"takes {name} otherwise than by tokens in zig-zag order")
-        flags = [
-            *map(literal_or_none, call.args[5 if masked and not first else 4 :])
-        ]  # after whether it gives logarithms
+        flags = [*map(literal_or_none, call.args[5 if masked and not first else 4 :])]  # not whether it gives those
         if (True in flags and lengths[first] != lengths[first + 1]) or [True] * 4 in flags:
             self._refuse("is causal for fewer queries than keys, or gives the gradient of a mask")
         kernel = ast.parse(f"aten.{packet.removeprefix('ring')}.default", mode="eval").body
