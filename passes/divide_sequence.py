@@ -400,8 +400,10 @@ class _Division:
         """Return a gradient of which the mean over all ranks is that over batches."""
         if self.place[value] is not PARTIAL:
             return self._as(value, WHOLE, value)
-        given, name = (self.ways[value][PARTIAL], self.size), f"{value.name}_scaled"
-        made = self.graph.create_node("call_function", aten.mul.Tensor, given, name=name)
+        share = self.ways[value][PARTIAL]
+        with self.graph.inserting_after(share):  # its reduction need not wait for the rest of the backward
+            args, name = (share, self.size), f"{value.name}_scaled"
+            made = self.graph.create_node("call_function", aten.mul.Tensor, args, name=name)
         made.meta = {"partitioner_tag": f"is_{Phase.BACKWARD}"}
         return self._typed(made, replace(data(value), op=Compute(), view=False))
 

@@ -24,7 +24,7 @@ from zcompile.cost.hardware import CPU, Hardware
 from zcompile.ir.axis import Axis, AxisKind
 from zcompile.ir.layout import STAGES
 from zcompile.ir.operation import data
-from zcompile.ir.ops import Input, Kind, Parameter
+from zcompile.ir.ops import Call, Communication, Input, Kind, Parameter, Release
 from zcompile.model.units import make_layout
 from zcompile.passes.divide_sequence import divide_sequence
 from zcompile.proof.dumps import prove_dump
@@ -304,6 +304,18 @@ def computed(program: Program, model: nn.Module, ranks: int) -> tuple[list[Any],
 
     values, results = AllRanks(program, ranks, given).values, program.results
     return values[results.outputs[0]], {name: values[gradient] for name, gradient in results.gradients.items()}
+
+
+def test_gradients_are_reduced_when_those_of_all_tokens_are() -> None:
+    program = traced(MODELS["llama"](), 2)
+    whole, *divided = (zcompile.pipeline(stage=3, prefetch=1, sequence=how).run(program) for how in (None, *HOW))  # type: ignore[arg-type]
+    for made in divided:
+        assert lines(made) == lines(whole)
+
+
+def lines(program: Program) -> list[str]:
+    """The calls, communications and releases of a program."""
+    return [node.name for node in program.graph.nodes if isinstance(data(node).op, (Call, Communication, Release))]
 
 
 @quickly(
