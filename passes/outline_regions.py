@@ -6,7 +6,8 @@
 
 Regions that are equal after renaming are merged, so a model of many equal blocks compiles only a few regions. A call's
 first arguments are the full parameters of the units; values cheaply derived from them are computed inside each region.
-Region boundaries do not depend on the stage, so every stage runs the same code and gets the same bits.
+Region boundaries do not depend on the stage, so every stage runs the same code and gets the same bits. What ranks
+exchange within a region is hidden behind its compute: see `zcompile.passes.common.overlap`.
 
 Values are named after their unit or module and their role there: see `zcompile.passes.common.value_names`. A region's
 last results are values that are only saved for the backward, largest first, then gradients of parameters, in their
@@ -35,6 +36,7 @@ from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.region import Region, region_name
 from zcompile.ir.spelling import common_module, free, identifier
+from zcompile.passes.common.overlap import overlapped
 from zcompile.passes.common.recompute import runs
 from zcompile.passes.common.value_names import Use, ValueNames
 
@@ -202,7 +204,7 @@ class _Outline:
         return {name: self.program.modules[name] for name in names}
 
     def region(self, name: str) -> Region:
-        return Region(name, self.graph, self.takes, self.modules, rows=self.loop)
+        return Region(name, overlapped(self.graph), self.takes, self.modules, rows=self.loop)
 
 
 class _Outer:

@@ -352,7 +352,7 @@ def test_it_shares_no_code_and_is_small() -> None:
     assert len((ROOT / "zcompile" / "proof" / "checker.py").read_text().splitlines()) <= 500
     lines = {path.stem: len(code_lines(path)) for path in files}
     assert lines.pop("checker_rows") <= 380
-    assert lines.pop("checker_divided") <= 175
+    assert lines.pop("checker_divided") <= 190
     assert sum(lines.values()) <= 1190
 
 

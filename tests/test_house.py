@@ -63,8 +63,8 @@ ROOMS = {
     "tools.migration": "",
     "tools": "torch_range ir cost frontend model proof passes.common passes.pipelining schedule report runtime engine "
     "compile_model recording pipelining tools.migration",
-    "": "torch_range ir cost facts model proof schedule tools compile_model compiled torch_backend training_step "
-    "pipelining",
+    "": "torch_range ir cost facts model proof runtime schedule tools compile_model compiled torch_backend "
+    "training_step pipelining",
     "__main__": "tools",
     "integrations": "compile_model compiled model schedule",
 }
@@ -73,26 +73,26 @@ ROOMS = {
 
 LINES = {
     "zcompile": 1_810,
-    "zcompile/cost": 2_775,
+    "zcompile/cost": 2_785,
     "zcompile/engine": 5_580,
     "zcompile/facts": 790,
-    "zcompile/frontend": 1_510,
+    "zcompile/frontend": 1_525,
     "zcompile/integrations": 660,
-    "zcompile/ir": 5_380,
+    "zcompile/ir": 5_385,
     "zcompile/model": 1_585,
     "zcompile/pipelining": 2_130,
-    "zcompile/proof": 5_540,
+    "zcompile/proof": 5_585,
     "zcompile/recording": 820,
     "zcompile/report": 1_550,
     "zcompile/schedule": 1_600,
     "zcompile/state": 1_660,
     "zcompile/tools": 4_760,
-    "zcompile/torch_internals": 1_875,
-    "passes": 5_440,
-    "runtime": 8_825,
+    "zcompile/torch_internals": 1_910,
+    "passes": 5_560,
+    "runtime": 8_900,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 54_185
+MOST_LINES = 54_510
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from typer.testing import CliRunner
@@ -21,9 +21,9 @@ import zcompile
 from examples.gpt import GPT, GPTConfig
 from tests.cases import quickly
 from tests.compare import differing, full, gradients, parameters
-from tests.ranks import Ranks
+from tests.ranks import Ranks, run_apart
 from tests.threads import Threads
-from zcompile import AgreementError, OptionError, ZcompileError
+from zcompile import AgreementError, GroupError, OptionError, ZcompileError
 from zcompile.cost.roofline import ring_bytes
 from zcompile.ir.operation import data
 from zcompile.ir.ops import Call, Send
@@ -50,18 +50,14 @@ def batch(data: int, step: int) -> tuple[Tensor, Tensor]:
 def trained(
     rank: int, data: int, ranks: int, options: dict[str, Any], shape: Shape | None = None, make: Any = gpt
 ) -> str:
-    """Two steps, whose losses and gradients are those of one process on the batches of all data-parallel ranks.
-
-    The mesh has a dimension "tp" if `make` gives a plan, too.
-    """
+    """Two steps, whose losses and gradients are those of one process on the batches of all data-parallel ranks."""
     sizes, names = shape or ((data, ranks), ("dp", "sp"))
-    made, plan = make() if make is not gpt else (gpt(), None)
-    mesh = init_device_mesh("cpu", (*sizes, 2) if plan else sizes, mesh_dim_names=(*names, "tp") if plan else names)
-    model, plain = parallelize_module(copy.deepcopy(made), mesh["tp"], plan) if plan else copy.deepcopy(made), made
+    model, plain, mesh = beside(sizes, names, make)
     options = {"backend": "eager", "sequence": "ulysses", **options}
     compiled = zcompile.compile(model, mesh=mesh[names], **options)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (compiled, plain)]
-    near = {"rtol": 3e-2, "atol": 3e-3} if "dtype" in options else {"rtol": 1e-4, "atol": 1e-6}
+    # Plain PyTorch in bfloat16 differs from float32 by up to 3.2e-3 here, on some CPUs.
+    near = {"rtol": 3e-2, "atol": 6e-3} if "dtype" in options else {"rtol": 1e-4, "atol": 1e-6}
     own = rank // (mesh.size() // data)
     for step in range(2):
         loss = compiled(*batch(own, step))
@@ -77,11 +73,20 @@ def trained(
             optimizer.zero_grad()
     compiled.eval()
     with torch.no_grad():
-        arguments = batch(0, 0)[: 2 if plan else 1]
+        arguments = batch(0, 0)[: 1 if make is gpt else 2]
         torch.testing.assert_close(compiled(*arguments).float(), plain(*arguments), **near)
     if "dump" in options and rank == 0:
         assert all(verdict.proof for verdict in prove_dump(Path(options["dump"])))
     return ""
+
+
+def beside(sizes: tuple[int, ...], names: tuple[str, ...], make: Any) -> tuple[nn.Module, nn.Module, DeviceMesh]:
+    """A model, the same as plain PyTorch, and the mesh, which has a dimension "tp" if `make` gives a plan, too."""
+    made = make()
+    plain, plan = made if isinstance(made, tuple) else (made, None)
+    mesh = init_device_mesh("cpu", (*sizes, 2) if plan else sizes, mesh_dim_names=(*names, "tp") if plan else names)
+    model = copy.deepcopy(plain)
+    return parallelize_module(model, mesh["tp"], plan) if plan else model, plain, mesh
 
 
 @quickly(
@@ -103,6 +108,19 @@ def test_a_divided_sequence_trains_as_one_process(threads: Threads, data: int, r
 def test_keys_and_values_go_round(threads: Threads, data: int, ranks: int, stage: int) -> None:
     options = {"stage": stage, "sequence": "ring"}
     assert threads.run(data * ranks, trained, data, ranks, options) == [""] * data * ranks
+
+
+def grouped() -> nn.Module:
+    """A model whose queries share two heads of keys and values."""
+    torch.manual_seed(0)
+    return Llama(LlamaShape(layers=1, width=16, hidden=24, heads=4, key_heads=2), WORDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ulysses", "ring"])
+def test_queries_may_share_fewer_heads_than_ranks(threads: Threads, how: str, tmp_path: Path) -> None:
+    options = {"stage": 3, "sequence": how, "dump": str(tmp_path)}
+    assert threads.run(4, trained, 1, 4, options, None, grouped) == [""] * 4
 
 
 def recorded(rank: int, how: Any, folder: str) -> None:
@@ -223,10 +241,36 @@ def llama_in_parts() -> tuple[nn.Module, Mapping[str, ParallelStyle]]:
     return small_llama(), Llama.tp_plan
 
 
+@pytest.mark.nightly
+def test_replicas_have_tensor_parallel_ranks() -> None:
+    assert run_apart(8, trained, 2, 2, {"stage": 3}, ((2, 2), ("replicate", "sp")), llama) == [""] * 8
+
+
 @quickly("make, stage", [(llama, 3), (llama, 0), (llama_in_parts, 2)], [], slow=[(llama, 3)])
 def test_tensor_parallel_ranks_divide_their_sequences(ranks: Ranks, make: Any, stage: int, tmp_path: Path) -> None:
     options = {"stage": stage, "dump": str(tmp_path), "checkpoint": "unit"}
     assert ranks.run(4, trained, 1, 2, options, ((1, 2), ("dp", "sp")), make) == [""] * 4
+
+
+def loaded(rank: int) -> None:
+    """Each rank reads a part of a batch; the parts of ranks that read fewer tokens than others are refused."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
+    whole: dict[str, Any] = {"batch": batch(0, 0), "scale": torch.ones(BATCH)}
+    whole["weights"] = torch.arange(BATCH * LENGTH * 2).view(BATCH, LENGTH, 2)
+    part = zcompile.sequence_slice(whole, mesh)
+    torch.testing.assert_close(part["batch"][1], whole["batch"][1].chunk(2, 1)[rank])
+    torch.testing.assert_close(zcompile.sequence_gather(part, mesh), whole)
+    for fewer in (part["weights"][:, rank:], part["weights"].to(torch.int32) if rank else part["weights"]):
+        with pytest.raises(AgreementError, match="the parts of a batch differ: rank 0 has"):
+            zcompile.sequence_gather(fewer, mesh)
+    with pytest.raises(OptionError, match="batch: has 5 tokens, which 2 ranks cannot divide"):
+        zcompile.sequence_slice(torch.ones(1, 5), mesh)
+    with pytest.raises(GroupError, match=r"(?s)mesh: .*no dimension of it divides tokens.*mesh_dim_names have 'sp'"):
+        zcompile.sequence_slice(part, mesh["dp"])
+
+
+def test_each_rank_reads_its_part_of_a_batch(threads: Threads) -> None:
+    threads.run(2, loaded)
 
 
 BESIDE: dict[str, dict[str, Any]] = {
@@ -309,11 +353,10 @@ def two(data: int, number: int) -> list[Tensor]:
     return [torch.cat(pair) for pair in zip(batch(data, number), batch(data + 50, number), strict=True)]
 
 
-def piped(rank: int, sizes: tuple[int, int, int], options: dict[str, Any]) -> str:
+def piped(rank: int, sizes: tuple[int, int, int], options: dict[str, Any], make: Any = gpt) -> str:
     """Two steps of a pipeline, whose stages send each other parts of values, and an evaluation."""
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "sp"))
-    model = gpt()
-    plain, own, near = copy.deepcopy(model), mesh["dp"].get_local_rank(), {"rtol": 1e-4, "atol": 1e-5}
+    model, plain, mesh = beside(sizes, ("pp", "dp", "sp"), make)
+    own, near = mesh["dp"].get_local_rank(), {"rtol": 1e-4, "atol": 1e-5}
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, plain)]
     step = zcompile.train_step(
         model,
@@ -337,7 +380,7 @@ def piped(rank: int, sizes: tuple[int, int, int], options: dict[str, Any]) -> st
     torch.testing.assert_close(step.evaluate(*two(own, 5)), plain(*two(own, 5)).detach(), **near)
     assert step.program is not None
     sent = {str(data(node).type) for node in step.program.nodes(Send)}
-    assert {text for text in sent if text.startswith("f32")} == {f"f32[{BATCH}, {LENGTH // sizes[2]}, 16]"}
+    assert {text for text in sent if text.startswith(f"f32[{BATCH},")} == {f"f32[{BATCH}, {LENGTH // sizes[2]}, 16]"}
     if "dump" in options and rank == 0:
         assert all(verdict.proof for verdict in prove_dump(Path(options["dump"])))
     return ""
@@ -366,6 +409,11 @@ def test_stages_of_a_pipeline_send_parts(threads: Threads, options: dict[str, An
 @pytest.mark.nightly
 def test_stages_with_data_parallel_ranks_send_parts(threads: Threads) -> None:
     assert threads.run(8, piped, (2, 2, 2), {"stage": 2}) == [""] * 8
+
+
+@pytest.mark.nightly
+def test_stages_have_tensor_parallel_ranks() -> None:
+    assert run_apart(8, piped, (2, 1, 2), {"stage": 2}, llama) == [""] * 8
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,21 @@ def test_the_models_own_collectives_take_their_time_within_regions() -> None:
     assert region_seconds(made, slow, layout) == pytest.approx(2e-3 + 2 * NBYTES * 3 / 4 / 1e6)
 
 
+@pytest.mark.parametrize("latency", [0.0, 1.0])
+def test_what_is_computed_before_the_wait_hides_a_collective(latency: float) -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        sent = [graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0")) for _ in "ab"]
+        y = graph.call_function(aten.neg.default, (x,))
+        waits = [graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (one,)) for one in sent]
+        return graph.call_function(aten.add.Tensor, (y, waits[1]))
+
+    hardware = replace(SLOW_MEMORY, links=(Link("inside", latency, 1e15),), launch=0.0)
+    layout = Layout((), axes=(Axis("tp", AxisKind.TENSOR, 4),))
+    hidden, after = 2 * NBYTES / 1e9, 3 * NBYTES / 1e9
+    found = region_seconds(region(build, fuses=False), hardware, layout)
+    assert found == pytest.approx(max(hidden, 2 * 2 * latency) + after, rel=1e-3)
+
+
 def test_exchanges_of_parts_of_sequences_are_over_their_own_axis() -> None:
     def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
         whole = graph.call_function(torch.ops.zcompile.all_gather.default, (x, 0, 1, 2, [0], "sp"))

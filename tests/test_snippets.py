@@ -39,6 +39,7 @@ import torch.distributed
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DistributedSampler
 """
 _PRINTED = re.compile(r"= (all_gather|wait|reduce_scatter|all_reduce)\(")
 """Lines of programs."""
@@ -105,6 +106,7 @@ def names(code: str) -> dict[str, Any]:
         "prompt": tokens,
         "batch": (tokens, tokens) if "(*batch)" in code else tokens,
         "micro_batches": [tokens, tokens],
+        "dataset": [tokens],
         "loader": [(tokens, tokens)] * 2,
         "batches": [tokens] if "for batch in" in code else [(tokens, tokens)],
         "chunks": [(torch.ones(2, WIDTH), torch.zeros(2, WIDTH))],

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from zcompile.pipelining.step import PipelinedStep
     from zcompile.proof.terms import Rule
     from zcompile.proof.values import computes
+    from zcompile.runtime.sequences import sequence_gather, sequence_slice
     from zcompile.schedule.default_pipeline import pipeline
     from zcompile.schedule.options import BackendOptions, CompileOptions
     from zcompile.schedule.pipeline import Pass, Pipeline
@@ -107,6 +108,8 @@ __all__ = [
     "pipeline",
     "plan",
     "plan_meshes",
+    "sequence_gather",
+    "sequence_slice",
     "tensor_parallel_plan",
     "train_step",
     "verify",
@@ -130,6 +133,7 @@ _HOMES = {
     "zcompile.pipelining.step": "PipelinedStep",
     "zcompile.proof.terms": "Rule",
     "zcompile.proof.values": "computes",
+    "zcompile.runtime.sequences": "sequence_gather sequence_slice",
     "zcompile.schedule.default_pipeline": "pipeline",
     "zcompile.schedule.options": "BackendOptions CompileOptions",
     "zcompile.schedule.pipeline": "Pass Pipeline",

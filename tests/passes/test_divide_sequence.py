@@ -533,6 +533,9 @@ CHANGES = {
         (r"aten\.mul\.Tensor\((\w+), 2\)", r"aten.clone.default(\1)"),
         (r"(ops\.zcompile\.\w+\.default\(.*)'sp'\)", r"\1'dp')"),
         (r"(ops\.zcompile\.\w+\.default\(.*) 2,( \[.*\],)? 'sp'\)", r"\1 4,\2 'sp')"),
+        (r"ops\.zcompile\.wait_all_to_all\.default\((\w+), .*'sp'\)", r"aten.alias.default(\1)"),
+        (r"(wait_all_to_all\.default\()(\w+)(.*\n.*wait_all_to_all\.default\()(\w+)", r"\1\4\3\2"),
+        (r"(all_to_all\.default\(\w+, \d, \d, 2, \[)(\d), (\d), ", r"\1\3, \2, "),
     ],
     "ring": [
         (r", zigzag=True\)", ", zigzag=False)"),

@@ -93,15 +93,25 @@ def bucket_for(hardware: Hardware, stride: int = 1) -> int:
 
 
 def region_seconds(region: Region, hardware: Hardware, layout: Layout | None = None) -> float:
-    """Return the seconds of a region on `hardware`: the sum over its operations.
+    """Return the seconds of a region on `hardware`: those of its operations, one after another.
 
-    Collectives in the region are over the axes of `layout` that divide values, and nothing hides them. The turns of a
-    loop over rows count all.
+    Collectives in the region are over the axes of `layout` that divide values; what is computed before the wait for one
+    hides it. The turns of a loop over rows count all.
     """
-    nodes = [node for node in region.graph.nodes if node.op == "call_function" and isinstance(data(node).op, Compute)]
-    sent = sum(collective_seconds(node, hardware, layout) for node in nodes if layout and is_collective(node))
-    computing = (node for node in nodes if is_ring(node) or not (is_collective(node) or is_wait(node)))
-    return region.turns * (sent + sum(_seconds_within(node, region, hardware) for node in computing))
+    now = link = 0.0
+    arrived = dict[fx.Node, float]()
+    for node in region.graph.nodes:
+        if node.op != "call_function" or not isinstance(data(node).op, Compute):
+            continue
+        if is_wait(node):
+            now = max(now, arrived.get(node.all_input_nodes[0], 0.0))
+        elif is_collective(node):
+            link = max(now, link) + (collective_seconds(node, hardware, layout) if layout else 0.0)
+            arrived[node] = link
+            now = now if any(map(is_wait, node.users)) else link
+        if is_ring(node) or not (is_collective(node) or is_wait(node)):
+            now += _seconds_within(node, region, hardware)
+    return region.turns * now
 
 
 def collective_seconds(node: fx.Node, hardware: Hardware, layout: Layout) -> float:

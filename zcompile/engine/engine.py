@@ -102,7 +102,7 @@ class Engine:
         def capturing(called: Names) -> Capture:
             # Other names than those given belong to a graph of DTensors, whose layouts are not in torch's key.
             kept = cache if called is names else None
-            return Capture(called, layout, lower, cache=kept, decompositions=self.options.decompositions)
+            return Capture(called, layout, lower, cache=kept, **self.options.tracing)
 
         def compiled(graph: torch.fx.GraphModule) -> Callable[..., Any]:
             return on_locals(graph, inputs, names, locals_ or {}, capturing)

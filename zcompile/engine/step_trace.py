@@ -95,7 +95,7 @@ class StepTrace:
         what: Names the model in messages.
         dtype: The autocast dtype; None for the model's own.
         like: The trace of a training step of a model that has been sharded since: this one has no gradients.
-        decompositions: What operations are decomposed into.
+        options: Those of `Capture` that change the step as it is traced.
 
     Raises:
         CaptureError: it cannot be traced into one graph.
@@ -111,10 +111,10 @@ class StepTrace:
         dtype: torch.dtype | None = None,
         like: StepTrace | None = None,
         *,
-        decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self._model, self._layout, self._device, self._what, self._dtype = model, layout, device, what, dtype
-        self._decompositions = decompositions
+        self._options = options or {}
         self._trains = like is None
         self._placeholders: dict[str, tuple[nn.Parameter, Local | None]]
         if like is not None:
@@ -205,8 +205,7 @@ class StepTrace:
             raise Traced(traced, Request(options, options.schedule))
 
         try:
-            make = partial(Capture, layout=self._layout, lower=lower)
-            capturing = partial(make, decompositions=self._decompositions)
+            capturing = partial(Capture, layout=self._layout, lower=lower, **self._options)
             on_locals(module, inputs, names, locals_, capturing)
         except Traced as found:
             self._found.append(found.program)

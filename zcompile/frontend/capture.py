@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from zcompile.errors import CaptureError
-from zcompile.frontend.graph_edits import give_floats_as_tensors, make_dense, written_out
+from zcompile.frontend.graph_edits import give_floats_as_tensors, make_dense, repeat_key_heads, written_out
 from zcompile.frontend.links import without_placeholders
 from zcompile.frontend.step_cache import (
     BackwardCode,
@@ -121,6 +121,8 @@ class Capture:
     """The cache in which to look up and store the step; None to trace it each time."""
     decompositions: Mapping[Any, Callable[..., Any]] | None = None
     """What operations are decomposed into: see `loss_decompositions`."""
+    divides_heads: bool = False
+    """Whether the ranks that divide a sequence divide heads of attention."""
     around_lowering: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """Returns the context in which programs are lowered."""
 
@@ -138,6 +140,8 @@ class Capture:
         refuse_new_data(module.graph, named, {node: e.parameter for node, e in entries.items() if e.parameter})
         give_floats_as_tensors(module)
         make_dense(module, named)
+        if self.divides_heads and (sequence := self.layout.sequence) is not None:
+            repeat_key_heads(module, sequence.size)
         with tracing_config():
             if self.cache is None or not can_be_kept(module, example_inputs):
                 compiled = self._traced(module, example_inputs)

@@ -85,6 +85,27 @@ def make_dense(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
     module.recompile()
 
 
+def repeat_key_heads(module: fx.GraphModule, ranks: int) -> None:
+    """Give keys and values that queries share a head for each of `ranks`, which divide heads, if they have fewer.
+
+    Kernels on GPUs take shared heads as they are, so that there is none for some of the ranks.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
+        if not node.kwargs.get("enable_gqa"):
+            continue
+        for source in dict.fromkeys(node.kwargs.get(name, *node.args[at : at + 1]) for name, at in _SHARED):
+            heads = source.meta["example_value"].shape[-3]
+            if heads < ranks and ranks % heads == 0:
+                with module.graph.inserting_before(node):
+                    repeated = module.graph.call_function(torch.repeat_interleave, (source, ranks // heads, -3))
+                node.replace_input_with(source, repeated)
+    module.recompile()
+
+
+_SHARED = (("key", 1), ("value", 2))
+"""What heads of queries share, and which arguments of attention they are."""
+
+
 # -- nested graphs ----------------------------------------------------------------------------------------------------
 #
 #     graph_0(x, w):                                t = w.t()

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile.torch_internals.operators import HigherOrderOperator, OpOverload, defaults_of, writes_arguments
+from zcompile.torch_internals.operators import (
+    HigherOrderOperator,
+    OpOverload,
+    defaults_of,
+    is_wait_for_collective,
+    writes_arguments,
+)
 from zcompile.torch_internals.ring_attention import kernel_of
 
 
@@ -46,7 +52,7 @@ _COMMUNICATING = ("_c10d_functional", "_dtensor", "zcompile")
 
 def is_wait(node: fx.Node) -> bool:
     """Return True for the wait for such a collective."""
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
+    return isinstance(node.target, OpOverload) and is_wait_for_collective(node.target)
 
 
 def is_opaque(target: object) -> bool:

@@ -158,8 +158,7 @@ def trace_step(setup: StepSetup, first: CallSpec, like: StepTrace | None = None)
     """
     what, device, dtype = type(setup.trained.model).__name__, setup.ranks.device, setup.options.dtype
     layout = _layout(setup) if like is None else like.program.layout
-    decompositions = setup.options.decompositions
-    trace = StepTrace(setup.trained.model, layout, first, device, what, dtype, like, decompositions=decompositions)
+    trace = StepTrace(setup.trained.model, layout, first, device, what, dtype, like, options=setup.options.tracing)
     if trace.writes:
         problem = "is changed by the step's Python code, which a pipelined step runs only once, for tracing"
         raise CaptureError(trace.writes[0], problem, "keep it in a buffer, or change it between steps")

@@ -15,11 +15,14 @@ import ast
 from typing import Any, NamedTuple
 
 from zcompile.proof.checker_rows import SUM, At, Loop, flat, literal_or_none
-from zcompile.proof.checker_texts import dotted
+from zcompile.proof.checker_texts import dotted, refusal
 from zcompile.proof.checker_values import TermTable, TermValue
 
 ADDITIVE = frozenset({"add", "clone", "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view"})
 """Operations that give, of shares, shares of what they give of the sums."""
+
+
+START, WAIT = "ops.zcompile.start_all_to_all.default", "ops.zcompile.wait_all_to_all.default"
 
 
 class How(NamedTuple):
@@ -56,7 +59,10 @@ def mean_over_ranks(terms: TermTable, term: int, ranks: int) -> int:
 
 def divided_call(evaluation: Any, call: ast.Call) -> Any:
     """Return the value of a call that divides a value, or takes divided ones; None of any other."""
-    if not (name := dotted(call.func)).startswith(("aten.", "ops._c10d_functional.", "ops.zcompile.")):
+    name = dotted(call.func)
+    if name in (START, WAIT):
+        return _in_flight(evaluation, call, name)
+    if not evaluation.ranks or not name.startswith(("aten.", "ops._c10d_functional.", "ops.zcompile.")):
         return None
     found = {given: evaluation.scope.get(given) for given in map(dotted, flat(call))}
     values = {given: value for given, value in found.items() if isinstance(value, TermValue)}
@@ -64,6 +70,24 @@ def divided_call(evaluation: Any, call: ast.Call) -> Any:
     if not any(how.values()) and not name.startswith("ops.zcompile."):
         return None
     return _Divided(evaluation, values, how).value(call)
+
+
+def _in_flight(evaluation: Any, call: ast.Call, name: str) -> TermValue:
+    """Return what an exchange has started, or what has arrived of one that was started with the same arguments."""
+    terms, args = evaluation.terms, [*map(literal_or_none, call.args[1:])]
+    if call.keywords or None in args:
+        raise refusal(terms.here, "exchanges parts by arguments that are not written out")
+    head = f"in flight {args}"
+    if name == START:
+        whole = ast.parse("ops.zcompile.all_to_all.default", mode="eval").body
+        term = terms.make(head, evaluation._call(ast.copy_location(ast.Call(whole, call.args, []), call)).term)
+    else:
+        (started,) = evaluation._values(call.args[:1])
+        if terms.heads[started.term] != head:
+            raise refusal(terms.here, "waits for an exchange that was not started so")
+        term = terms.args[started.term][0]
+    made: TermValue = evaluation._made(term)
+    return made
 
 
 class _Divided(Loop):

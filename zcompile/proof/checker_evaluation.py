@@ -343,7 +343,7 @@ class Evaluation:
         return values
 
     def _call(self, call: ast.Call) -> Any:
-        if self.ranks and (divided := divided_call(self, call)) is not None:
+        if (divided := divided_call(self, call)) is not None:
             return divided
         name, given = dotted(call.func), self._values(call.args)
         named = {str(keyword.arg): self._value(keyword.value) for keyword in call.keywords}

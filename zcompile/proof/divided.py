@@ -2,6 +2,7 @@
 
     (part, "1 1 4 2", t)     each of 2 ranks has 4 rows of `t` along dimension 1, which has one run of all rows
     (share, "2", t)          `t` is the sum over 2 ranks of such values
+    (in flight, "2 1 ...", t)    `t` once it has arrived, of an exchange with these arguments
 
 Rows in zig-zag order are another part, `(part, "1 1 4 2 zigzag", t)`, of which the two halves are not neighbours.
 
@@ -38,8 +39,8 @@ from zcompile.proof.terms import ITEM, LIST, Terms
 from zcompile.torch_internals.operators import OpOverload
 from zcompile.torch_internals.ring_attention import OF_TOKENS, arguments_of, kernel_of
 
-PART, SHARE = "part", "share"
-_PRODUCT = torch.ops.aten.mul.Tensor
+PART, SHARE, IN_FLIGHT = "part", "share", "in flight"
+_OWN, _PRODUCT = torch.ops.zcompile, torch.ops.aten.mul.Tensor
 
 
 class HasTerms(Protocol):
@@ -108,6 +109,12 @@ def divided_result(graph: HasTerms, node: fx.Node) -> int | None:
         NotAlikeError: the operation gives something else of parts than of the whole.
     """
     target, terms = node.target, graph.terms
+    if target is _OWN.wait_all_to_all.default:
+        return _arrived(terms, graph.term(node.args[0]), str(node.args[1:]))
+    if target is _OWN.start_all_to_all.default:
+        whole = _changed(graph, node, *how_divided(terms, graph.term(node.args[0]))) if terms.divides else None
+        sent = _applied(graph, node, node.args, {}, _OWN.all_to_all.default) if whole is None else whole
+        return terms.make((IN_FLIGHT, str(node.args[1:]), sent))
     if not isinstance(target, OpOverload) or not terms.divides:
         return None
     given = {source: how_divided(terms, graph.term(source)) for source in tensors_of(node)}
@@ -125,6 +132,14 @@ def divided_result(graph: HasTerms, node: fx.Node) -> int | None:
     return _parts(graph, node, how, given)
 
 
+def _arrived(terms: Terms, term: int, args: str) -> int:
+    """Return the term of what has arrived of an exchange that was started with these arguments."""
+    match terms.keys[term]:
+        case ("in flight", str(started), int(value)) if started == args:
+            return value
+    raise NotAlikeError("waits for what was not started so")
+
+
 def _of_nothing(graph: HasTerms, node: fx.Node) -> int | None:
     """Return the term of a constant that is made like a divided value, whose numbers it does not read."""
     like = {source: how_divided(graph.terms, graph.term(source)) for source in node.all_input_nodes}
@@ -139,7 +154,7 @@ Given = Mapping[fx.Node, tuple[HowDivided | None, int]]
 def _changed(graph: HasTerms, node: fx.Node, how: HowDivided | None, whole: int) -> int:
     """Return the term of a value that is divided otherwise."""
     assert isinstance(node.target, OpOverload), "one of the group's"
-    shape, name, args = shape_of(node), node.target.overloadpacket.__name__, node.args[1:]
+    shape, name, args = shape_of(node), node.target.overloadpacket.__name__.removeprefix("start_"), node.args[1:]
     zigzag = bool(node.kwargs.get("zigzag", False))
     match name, args:
         case "shard", (int(dim), int(outer), int(size), *_) if how is None:
@@ -149,7 +164,8 @@ def _changed(graph: HasTerms, node: fx.Node, how: HowDivided | None, whole: int)
         case "all_reduce", (int(size), *_) if how == HowDivided(size):
             return whole
         case "all_to_all", (int(before), int(dim), int(size), *_) if how == _along(how, size, before, 1):
-            return HowDivided(size, dim, 1, shape[dim]).of(graph.terms, whole)
+            rows = shape_of(node.all_input_nodes[0])[dim] // size
+            return HowDivided(size, dim, 1, rows).of(graph.terms, whole)
     raise NotAlikeError(f"{name} takes a value that is divided otherwise")
 
 

@@ -182,6 +182,10 @@ class _Body:
         self.started |= dict.fromkeys(call.gives, None if event is None else len(self.events))
         self.events += [] if event is None else [event]
 
+    def wait(self, call: _Call, axis: str) -> None:
+        """Add the wait for what gave the first argument of `call`."""
+        self.events.append(call.event(Act.WAIT, axis, awaits=self.started.get(ast.unparse(call.tree.args[0]))))
+
 
 class _Reader:
     def __init__(self, sources: Mapping[str, str]) -> None:
@@ -342,7 +346,7 @@ class _Reader:
             return
         axis = self._model_axis(call)
         if operation == "wait_tensor":
-            body.events.append(call.event(Act.WAIT, axis.name, awaits=body.started.get(ast.unparse(call.tree.args[0]))))
+            body.wait(call, axis.name)
             return
         constants = [ast.unparse(argument) for argument in call.tree.args if _is_constant(argument)]
         types = call.types
@@ -353,15 +357,18 @@ class _Reader:
         body.add(call, call.event(Act.JOIN, axis.name, " ".join([operation, *constants, types])))
 
     def _divided(self, call: _Call, body: _Body, operation: str) -> None:
-        """Handle an operator that divides a value otherwise over an axis, and waits for what it sends."""
+        """Handle an operator that divides a value otherwise over an axis; most wait for what they send."""
         given = *call.tree.args, *(word.value for word in call.tree.keywords if word.arg in ("size", "group"))
         *constants, name = [ast.literal_eval(argument) for argument in given if _is_constant(argument)]
         if name not in self.axes:
             raise call.error(f"divides a value over {name!r}, which is not an axis")
-        if operation != "shard":
+        if operation == "wait_all_to_all":
+            body.wait(call, name)
+        elif operation != "shard":
             what = " ".join([operation, *map(str, constants), call.types])
-            body.events.append(call.event(Act.JOIN, name, what))
-            body.events.append(call.event(Act.WAIT, name, awaits=len(body.events) - 1))
+            body.add(call, call.event(Act.JOIN, name, what))
+            if not operation.startswith("start"):
+                body.events.append(call.event(Act.WAIT, name, awaits=len(body.events) - 1))
 
     def _model_axis(self, call: _Call) -> Axis:
         """Return the axis of the model's own collectives: the tensor-parallel axis, or the only axis."""

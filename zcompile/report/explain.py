@@ -179,7 +179,8 @@ def model_line(program: Program) -> str:
     for call in program.nodes(Call):
         for node in program.regions[op_of(call, Call).region].graph.nodes:
             if is_collective(node):
-                result.setdefault(node.target.overloadpacket.__name__, []).append(data(node).nbytes)
+                name = node.target.overloadpacket.__name__.removeprefix("start_")
+                result.setdefault(name, []).append(data(node).nbytes)
     listed = (f"{len(sizes)} {name} of {human_bytes(sum(sizes))}" for name, sizes in result.items())
     return f"the model's own communication, within regions: {', '.join(listed)}" if result else ""
 

@@ -204,9 +204,10 @@ class Options:
         return self.shard is not None and self.shard not in (Hybrid.HSDP, AUTO)
 
     @property
-    def decompositions(self) -> Mapping[Any, Callable[..., Any]] | None:
-        """What operations of a step are decomposed into as it is traced."""
-        return loss_decompositions(fuses=self.backend == "inductor", chunks=self.wants_sizes)
+    def tracing(self) -> dict[str, Any]:
+        """What changes a step as it is traced: see `Capture`."""
+        decompositions = loss_decompositions(fuses=self.backend == "inductor", chunks=self.wants_sizes)
+        return {"decompositions": decompositions, "divides_heads": self.sequence == "ulysses"}
 
     @property
     def wants_sizes(self) -> bool:

@@ -76,7 +76,8 @@ def trace(
     called = CallSpec(lambda *a, **k: results(call(*a, **k)) if results else call(*a, **k), given[0], given[1], names)
     with autocast_of(device), autocast(HOST, dtype):
         given = model, layout, called, torch.device(HOST), type(model).__name__
-        program = StepTrace(*given, decompositions=loss_decompositions(fuses=fuses, chunks=chunks)).program
+        options = {"decompositions": loss_decompositions(fuses=fuses, chunks=chunks)}
+        program = StepTrace(*given, options=options).program
     if not program.has_backward:
         fix = "let it return a loss, or outputs that depend on parameters with requires_grad"
         raise CaptureError(type(model).__name__, "has no backward: its output does not require grad", fix)

@@ -48,14 +48,30 @@ def all_gather(
 @torch.library.custom_op("zcompile::all_to_all", mutates_args=())
 def all_to_all(x: Tensor, gather_dim: int, shard_dim: int, size: int, order: list[int], group: str) -> Tensor:
     """Return this rank's part along `shard_dim` of a value of which each rank has a part along `gather_dim`."""
+    arrived: Tensor = start_all_to_all(x, gather_dim, shard_dim, size, order, group)
+    return wait_all_to_all(arrived, gather_dim, shard_dim, size, order, group)  # type: ignore[no-any-return]
 
-    def exchanged(y: Tensor, at: Sequence[int]) -> Tensor:
-        sent = torch.stack(y.chunk(size, at[1]))
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received.view(-1), sent.view(-1), group=group_of_name(group))
-        return torch.cat(received.unbind(), at[0])
 
-    return _in_memory(x, order, [gather_dim, shard_dim], exchanged)
+@torch.library.custom_op("zcompile::start_all_to_all", mutates_args=())
+def start_all_to_all(x: Tensor, gather_dim: int, shard_dim: int, size: int, order: list[int], group: str) -> Tensor:
+    """Return memory in which the parts of `all_to_all` arrive, with dimensions in `order`, one after another.
+
+    What is sent is a copy that the asynchronous work keeps, so that `x` may be freed or reused meanwhile.
+    """
+    sent = torch.stack(x.permute(*order).contiguous().chunk(size, order.index(shard_dim)))
+    arriving: Tensor = torch.ops._c10d_functional.all_to_all_single(sent, [1] * size, [1] * size, group)
+    return arriving
+
+
+@torch.library.custom_op("zcompile::wait_all_to_all", mutates_args=())
+def wait_all_to_all(x: Tensor, gather_dim: int, shard_dim: int, size: int, order: list[int], group: str) -> Tensor:
+    """Return what `all_to_all` does, from the parts that `start_all_to_all` with the same arguments lets arrive.
+
+    On CUDA the current stream waits, so that it reads, and may reuse, their memory after they have arrived.
+    """
+    arrived = torch.ops._c10d_functional.wait_tensor(x)
+    back = [order.index(dim) for dim in range(len(order))]
+    return torch.cat(arrived.unbind(), back[gather_dim]).permute(*back)
 
 
 @torch.library.custom_op("zcompile::all_reduce", mutates_args=())
@@ -84,6 +100,19 @@ def _(x: Tensor, gather_dim: int, shard_dim: int, size: int, order: list[int], g
         return y.new_empty(shape)
 
     return _in_memory(x, order, [gather_dim, shard_dim], made)
+
+
+@start_all_to_all.register_fake
+def _(x: Tensor, gather_dim: int, shard_dim: int, size: int, order: list[int], group: str) -> Tensor:
+    shape = _resized(x, shard_dim, size, 1)
+    return x.new_empty((size, *(shape[dim] for dim in order)))
+
+
+@wait_all_to_all.register_fake
+def _(x: Tensor, gather_dim: int, shard_dim: int, size: int, order: list[int], group: str) -> Tensor:
+    back = [order.index(dim) for dim in range(len(order))]
+    shape = _resized(x[0], back[gather_dim], 1, size)
+    return x.new_empty(shape).permute(*back)
 
 
 @all_reduce.register_fake

@@ -119,9 +119,15 @@ def is_collective(target: object) -> bool:
     )
 
 
+def is_wait_for_collective(operation: OpOverload) -> bool:
+    """True for one that waits for a collective that another operation has started."""
+    return operation.overloadpacket.__name__ in ("wait_tensor", "wait_all_to_all")
+
+
 def _is_known(operation: OpOverload) -> bool:
     """True for one whose results are there once it returns: a wait, or an operator that waits for what it sends."""
-    return operation.namespace == "zcompile" or operation.overloadpacket.__name__ == "wait_tensor"
+    starts = operation.overloadpacket.__name__.startswith("start_")
+    return (operation.namespace == "zcompile" and not starts) or is_wait_for_collective(operation)
 
 
 def _read(operation: OpOverload) -> int:

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import zcompile
+from tests.passes.programs import check, head_of, joined
+from zcompile import Program
+from zcompile.passes.common.overlap import overlapped
+
+HEAD = head_of("a").replace('"shard 2"', '"shard 2", "sp": "sequence 2", "tp": "tensor 2"')
+WAITING = """
+def region_0(box):
+    (
+        w,                                                               # f32[4, 4]         argument 0 item 0
+        x,                                                               # f32[4, 4]         argument 1
+    ) = unbox(box)
+    q = aten.mm.default(x, w)                                            # f32[4, 4]  +64 B  a
+    k = aten.mm.default(q, w)                                            # f32[4, 4]  +64 B  a
+    q_whole = ops.zcompile.all_to_all.default(q, 0, 1, 2, [0, 1], 'sp')  # f32[8, 2]  +64 B  a
+    k_whole = ops.zcompile.all_to_all.default(k, 0, 1, 2, [0, 1], 'sp')  # f32[8, 2]  +64 B  a
+    y = aten.mul.Tensor(q_whole, k_whole)                                # f32[8, 2]  +64 B  a
+    return [y]
+
+
+def region_1(box):
+    (
+        w,                                                        # f32[4, 4]           argument 0 item 0
+        dy,                                                       # f32[8, 4]           argument 1
+        x,                                                        # f32[8, 4]           argument 2
+    ) = unbox(box)
+    wt = aten.t.default(w)                                        # &f32[4, 4]          a
+    dx = aten.mm.default(dy, wt)                                  # f32[8, 4]   +128 B  a
+    s = ops._c10d_functional.all_reduce.default(dx, 'sum', 'tp')  # f32[8, 4]   +128 B  a
+    dx_sum = ops._c10d_functional.wait_tensor.default(s)          # f32[8, 4]   +128 B  a
+    xt = aten.t.default(x)                                        # &f32[4, 8]          a
+    dw = aten.mm.default(xt, dy)                                  # f32[4, 4]   +64 B   a
+    return [dx_sum, dw]
+"""
+OVERLAPPED = """
+def region_0(box):
+    (
+        w,                                 # f32[4, 4]            argument 0 item 0
+        x,                                 # f32[4, 4]            argument 1
+    ) = unbox(box)
+    q = aten.mm.default(x, w)              # f32[4, 4]     +64 B  a
+    q_sent = ops.zcompile.start_all_to_all.default(q, 0, 1, 2, [0, 1], 'sp')  # f32[2, 4, 2]  +64 B  a
+    k = aten.mm.default(q, w)              # f32[4, 4]     +64 B  a
+    k_sent = ops.zcompile.start_all_to_all.default(k, 0, 1, 2, [0, 1], 'sp')  # f32[2, 4, 2]  +64 B  a
+    q_whole = ops.zcompile.wait_all_to_all.default(q_sent, 0, 1, 2, [0, 1], 'sp')  # f32[8, 2]  +64 B  a
+    k_whole = ops.zcompile.wait_all_to_all.default(k_sent, 0, 1, 2, [0, 1], 'sp')  # f32[8, 2]  +64 B  a
+    y = aten.mul.Tensor(q_whole, k_whole)  # f32[8, 2]     +64 B  a
+    return [y]
+
+
+def region_1(box):
+    (
+        w,                                                        # f32[4, 4]           argument 0 item 0
+        dy,                                                       # f32[8, 4]           argument 1
+        x,                                                        # f32[8, 4]           argument 2
+    ) = unbox(box)
+    wt = aten.t.default(w)                                        # &f32[4, 4]          a
+    dx = aten.mm.default(dy, wt)                                  # f32[8, 4]   +128 B  a
+    s = ops._c10d_functional.all_reduce.default(dx, 'sum', 'tp')  # f32[8, 4]   +128 B  a
+    xt = aten.t.default(x)                                        # &f32[4, 8]          a
+    dw = aten.mm.default(xt, dy)                                  # f32[4, 4]   +64 B   a
+    dx_sum = ops._c10d_functional.wait_tensor.default(s)          # f32[8, 4]   +128 B  a
+    return [dx_sum, dw]
+"""
+PHASES = """
+def forward(box):
+    (
+        a,              #            1 parameter  unit a
+        x,              # f32[4, 4]
+    ) = unbox(box)
+    y = region_0(a, x)  # f32[8, 2]  +64 B        a
+    del x
+    return [y], []
+
+
+def backward(box):
+    (
+        a,                        #                       1 parameter  unit a
+        dy,                       # f32[8, 4]                          tangent
+    ) = unbox(box)
+    dx, ga = region_1(a, dy, dy)  # f32[8, 4], f32[4, 4]  +192 B       a
+    del dy
+    return [dx], {'a.weight': ga}
+"""
+
+
+def overlap(program: Program) -> Program:
+    """The program, each region of which is in the order of `overlapped`."""
+    regions = {name: replace(found, graph=overlapped(found.graph)) for name, found in program.regions.items()}
+    return replace(program, regions=regions)
+
+
+def test_what_is_sent_comes_first_and_what_is_awaited_last() -> None:
+    check(overlap, joined(HEAD, WAITING), PHASES, PHASES, joined(HEAD, OVERLAPPED))
+
+
+SENT = [
+    "s = ops._c10d_functional.all_reduce.default(dy, 'sum', 'tp')",
+    "a = ops._c10d_functional.wait_tensor.default(s)",
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "order"),
+    [
+        (["b = aten.relu.default(a)", "c = aten.relu.default(x)"], "s c a b"),
+        (["b = aten.rand_like.default(a)", "c = aten.rand_like.default(x)"], "s a b c"),
+        (["b = aten.relu_.default(a)", "c = aten.relu.default(x)"], "s a b c"),
+        (["b = aten.relu.default(x)", "c = ops._c10d_functional.all_reduce.default(b, 'sum', 'tp')"], "s b c a"),
+    ],
+    ids=["compute", "draws", "writes", "collectives"],
+)
+def test_only_what_has_no_effect_changes_places(lines: list[str], order: str) -> None:
+    taken, _, _ = WAITING.partition("    wt =")
+    body = "".join(f"    {line}  # f32[8, 4]  +128 B  a\n" for line in (*SENT, *lines))
+    program = zcompile.parse(joined(joined(HEAD, f"{taken}{body}    return [b, c]\n"), PHASES))
+    nodes = overlap(program).regions["region_1"].graph.nodes
+    assert [node.name for node in nodes if node.op == "call_function"] == order.split()
