@@ -52,7 +52,7 @@ from zcompile.ir.rows import Placements, dimension, fake_value
 from zcompile.ir.side_effects import is_collective, is_random, is_ring
 from zcompile.ir.tensor_type import TensorType, human_bytes
 from zcompile.passes.common.row_runs import check_sizes
-from zcompile.torch_internals.operators import OpOverload
+from zcompile.torch_internals.operators import HigherOrderOperator, OpOverload
 from zcompile.torch_internals.ring_attention import OF_TOKENS, RINGS, arguments_of
 
 aten = torch.ops.aten
@@ -172,9 +172,9 @@ class _Division:
             self.trained.add(node)
         if node.op != "call_function":
             self._give(node, self.graph.node_copy(node), WHOLE)
-            op, shape = data(node).op, shape_of(node)
+            op = data(node).op
             is_argument = isinstance(op, Input) and op.kind is Kind.DATA and op.held in ("", "?")
-            if self.of_inputs and is_argument and len(shape) > 1 and shape[1] % self.chunks == 0:
+            if self.of_inputs and is_argument and len(shape_of(node)) > 1 and shape_of(node)[1] % self.chunks == 0:
                 self.tokens[node] = _TOKENS
         elif isinstance(data(node).op, Item):
             self._item(node)
@@ -184,8 +184,13 @@ class _Division:
             self.tokens |= {node: self.tokens[source]} if source in self.tokens else {}
             self.rows |= {node: self.rows[source]} if source in self.rows else {}
             self._returned(node)
-        else:
+        elif not isinstance(node.target, HigherOrderOperator):
             self._operation(node)
+        elif any(self.place[source] is not WHOLE for source in node.all_input_nodes):  # such as flex attention
+            fix = "write attention as scaled_dot_product_attention, with a mask if need be"
+            self._refuse(node, "has graphs of its own, for all heads and tokens", fix)
+        else:
+            self._give(node, self.graph.node_copy(node, self._any), WHOLE)
 
     def _item(self, node: fx.Node) -> None:
         parent, index = node.all_input_nodes[0], op_of(node, Item).index

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.attention.flex_attention import flex_attention
 from typer.testing import CliRunner
 
 import zcompile
@@ -271,6 +272,31 @@ def loaded(rank: int) -> None:
 
 def test_each_rank_reads_its_part_of_a_batch(threads: Threads) -> None:
     threads.run(2, loaded)
+
+
+class Flexible(nn.Module):
+    """Attention whose scores a graph of its own changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(WORDS, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        query = self.tokens(tokens).unflatten(-1, (4, -1)).transpose(1, 2)
+        seen: Tensor = flex_attention(query, query, query, score_mod=lambda score, b, h, i, j: score - (i - j) * h)  # type: ignore[assignment]
+        return seen.sum()
+
+
+def flexible(rank: int, how: Any) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
+    compiled = zcompile.compile(Flexible(), mesh=mesh, sequence=how, stage=0, backend="eager").eval()
+    with torch.no_grad(), pytest.raises(OptionError, match=r"cannot divide flex_attention .*graphs of its own"):
+        compiled(batch(0, 0)[0])
+
+
+@pytest.mark.parametrize("how", ["ulysses", "ring"])
+def test_attention_with_graphs_of_its_own_is_refused(threads: Threads, how: str) -> None:
+    threads.run(2, flexible, how)
 
 
 BESIDE: dict[str, dict[str, Any]] = {

@@ -54,8 +54,7 @@ def _apart(graph: fx.Graph) -> fx.Graph:
             with result.inserting_before(made):
                 args, name = made.args, f"{node.args[0].name}_sent"
                 sent = result.create_node("call_function", _OWN.start_all_to_all.default, args, name=name)
-            sent.meta = {**node.meta}
-            sent.meta["val"] = value = fake_value(sent)
+            sent.meta = {**node.meta, "val": (value := fake_value(sent))}
             set_data(sent, replace(data(node), type=TensorType.of(value)))
             made.args = (sent, *made.args[1:])
     return result
