@@ -45,8 +45,7 @@ def sequence_gather(part: Any, mesh: DeviceMesh, dim: int = 1) -> Any:
 
     Args:
         part: Tensors, alone or in lists, tuples and dicts, on the device of the mesh.
-        mesh: See `sequence_slice`.
-        dim: See `sequence_slice`.
+        mesh, dim: See `sequence_slice`.
 
     Raises:
         GroupError: the mesh has no such dimension.
