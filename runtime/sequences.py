@@ -45,7 +45,8 @@ def sequence_gather(part: Any, mesh: DeviceMesh, dim: int = 1) -> Any:
 
     Args:
         part: Tensors, alone or in lists, tuples and dicts, on the device of the mesh.
-        mesh, dim: See `sequence_slice`.
+        mesh: See `sequence_slice`.
+        dim: See `sequence_slice`.
 
     Raises:
         GroupError: the mesh has no such dimension.
@@ -73,6 +74,5 @@ def sequence_gather(part: Any, mesh: DeviceMesh, dim: int = 1) -> Any:
 def _ranks(mesh: DeviceMesh) -> DeviceMesh:
     """Return the dimension over which tokens are divided."""
     if SEQUENCE not in (mesh.mesh_dim_names or ()):
-        problem = f"is {mesh}, and no dimension of it divides tokens"
-        raise GroupError("mesh", problem, f"give one whose mesh_dim_names have {SEQUENCE!r}")
+        raise GroupError("mesh", f"is {mesh}, of which no dimension divides tokens", f"name one of them {SEQUENCE!r}")
     return mesh[SEQUENCE]
