@@ -1,13 +1,23 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
 
 import zcompile
 from tests.passes.programs import check, head_of, joined
 from zcompile import Program
+from zcompile.ir.operation import Data, set_data
+from zcompile.ir.ops import Compute, Input, Kind
 from zcompile.passes.common.overlap import overlapped
+
+aten = torch.ops.aten
 
 HEAD = head_of("a").replace('"shard 2"', '"shard 2", "sp": "sequence 2", "tp": "tensor 2"')
 WAITING = """
@@ -122,3 +132,50 @@ def test_only_what_has_no_effect_changes_places(lines: list[str], order: str) ->
     program = zcompile.parse(joined(joined(HEAD, f"{taken}{body}    return [b, c]\n"), PHASES))
     nodes = overlap(program).regions["region_1"].graph.nodes
     assert [node.name for node in nodes if node.op == "call_function"] == order.split()
+
+
+SENDS, WAITS = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
+KINDS = {"add": aten.add.Tensor, "draw": aten.rand_like.default, "send": SENDS}
+
+
+def graph_of(lines: list[tuple[str, int, int]]) -> fx.Graph:
+    """A graph of lines of these kinds, which read earlier ones; what is sent is awaited at once, as traced."""
+    graph = fx.Graph()
+    values = [graph.placeholder("x")]
+    for kind, *numbers in lines:
+        first, second = (values[number % len(values)] for number in numbers)
+        args: dict[str, Any] = {"add": (first, second), "draw": (first,), "send": (first, "sum", "tp")}
+        made = graph.call_function(KINDS[kind], args[kind])
+        values.append(graph.call_function(WAITS, (made,)) if kind == "send" else made)
+    graph.output(tuple(values))
+    for node in graph.nodes:
+        set_data(node, Data(Compute() if node.op == "call_function" else Input(Kind.DATA, 0)))
+    return graph
+
+
+def computed(graph: fx.Graph) -> list[int]:
+    """The results in numbers: each draw gives another one, and what is sent arrives changed."""
+    values, draws = dict[fx.Node, int](), itertools.count()
+    run = {KINDS["add"]: lambda a, b: 3 * a + b + 1, KINDS["draw"]: lambda a: 7 * a + next(draws), WAITS: lambda a: -a}
+    for node in graph.nodes:
+        if node.op == "output":
+            return [values[value] for value in node.args[0]]  # type: ignore[union-attr, index]
+        read = [values[source] for source in node.args if isinstance(source, fx.Node)]
+        values[node] = run.get(node.target, lambda *a: sum(a, 5))(*read)  # type: ignore[no-untyped-call, call-overload]
+    raise AssertionError
+
+
+@given(st.lists(st.tuples(st.sampled_from([*KINDS]), st.integers(0, 40), st.integers(0, 40)), max_size=30))
+def test_a_wait_comes_when_nothing_else_can_be_computed(lines: list[tuple[str, int, int]]) -> None:
+    graph = graph_of(lines)
+    found = overlapped(graph)
+    found.lint()
+    assert computed(found) == computed(graph)
+    left, known = list(found.nodes)[:-1], set[fx.Node]()
+    for node in found.nodes:
+        if node.target is WAITS:
+            draws = [one for one in left if one.target is KINDS["draw"]]
+            ready = [one for one in left if known.issuperset(one.all_input_nodes) and one not in draws[1:]]
+            assert all(one.target is WAITS for one in ready), ready
+        left.remove(node) if node in left else None
+        known.add(node)
