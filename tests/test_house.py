@@ -74,7 +74,7 @@ ROOMS = {
 LINES = {
     "zcompile": 1_810,
     "zcompile/cost": 2_785,
-    "zcompile/engine": 5_580,
+    "zcompile/engine": 5_590,
     "zcompile/facts": 790,
     "zcompile/frontend": 1_525,
     "zcompile/integrations": 660,
@@ -92,7 +92,7 @@ LINES = {
     "runtime": 8_900,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 54_510
+MOST_LINES = 54_525
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

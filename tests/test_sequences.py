@@ -519,3 +519,26 @@ def test_ranks_with_batches_of_different_lengths_are_told(threads: Threads) -> N
     for text in threads.run(2, unequal):
         assert "the batch: differs on ranks that divide its tokens" in text
         assert "give all ranks of 'sp' the same batch" in text
+
+
+def sampled_apart(rank: int, steps: bool) -> str:
+    """Ranks of one group are given other batches of the same length, as by a sampler that counts them all."""
+    mesh, model = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp")), gpt()
+    options: dict[str, Any] = {"mesh": mesh, "sequence": "ulysses", "stage": 3, "backend": "eager"}
+    if steps:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        run: Any = zcompile.train_step(model, lambda model, *batch: model(*batch), optimizer, **options)
+    else:
+        run = zcompile.compile(model, **options)
+    run(*batch(0, 0))
+    before = parameters(model)
+    with pytest.raises(AgreementError) as raised:
+        run(*batch(rank, 1))
+    assert not differing(parameters(model), before)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_ranks_with_other_batches_are_told_in_the_first_runs(threads: Threads, steps: bool) -> None:
+    for text in threads.run(2, sampled_apart, steps):
+        assert "the batch: differs on ranks that divide its tokens" in text

@@ -43,7 +43,7 @@ from zcompile.runtime.gradients.delivery import HOLDS, Unreached
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import SEQUENCE
 from zcompile.runtime.loader import load
-from zcompile.runtime.lockstep import MOST, RunExchange, RunKind
+from zcompile.runtime.lockstep import MOST, Lockstep, RunExchange, RunKind
 from zcompile.runtime.recorder import Track
 from zcompile.runtime.shards import Full
 from zcompile.schedule.default_pipeline import ACCUMULATE
@@ -87,6 +87,10 @@ class LoadedProgram:
         return program.constants[node.name] if isinstance(op, Input) and op.kind is Kind.CONSTANT else None
 
 
+_COMPARED = 3
+"""In how many runs ranks of a sequence compare what is in their batches."""
+
+
 class CompiledStep(LoadedProgram, StepPrograms):
     """A rewritten program that runs: the callables that AOTAutograd calls.
 
@@ -122,9 +126,10 @@ class CompiledStep(LoadedProgram, StepPrograms):
         there."""
         self._agreed = False
         self._digest = program.digest()
-        types = [str(data(node).type) for node in program.nodes(Input)]
-        self._sizes = hashlib.sha256("\n".join(types).encode()).hexdigest()
-        """A digest of the types of a batch."""
+        self._sizes = "\n".join(str(data(node).type) for node in program.nodes(Input)).encode()
+        """The types of a batch."""
+        given = (op for node in program.nodes(Input) if (op := op_of(node, Input)).kind is Kind.DATA)
+        self._is_argument = [op.held in ("", "?") for op in given]
         self._communicates = {phase: program.phase(phase).volume() > 0 for phase in program.phases}
         self._flows = rewritten.flows
         self._has_copies = self._keeps or (self._updates and program.layout.stage.optimizer_sharded)
@@ -183,7 +188,8 @@ class CompiledStep(LoadedProgram, StepPrograms):
         lockstep = self.runtime.lockstep
         kind = RunKind.EVALUATION if self._backward is None else RunKind.FORWARD
         lockstep.enter_tensor_parallel(kind)
-        self._check_sizes(kind)
+        if self.runtime.sequence is not None:
+            self._check_batch(self.runtime.sequence, kind, box)
         freshness, uses_copies = self.runtime.freshness, self._has_copies
         if self._communicates[Phase.FORWARD] or uses_copies:  # the ranks may have to compare these
             marks = [WRITTEN] if uses_copies and freshness.drop_stale_copies() else []
@@ -212,15 +218,22 @@ class CompiledStep(LoadedProgram, StepPrograms):
             self._graphs.mark(tensors, self._made)
         return [*outputs, *tensors, *self._carried(full, placeholders), *sizes]
 
-    def _check_sizes(self, kind: RunKind) -> None:
-        """Raise AgreementError if ranks that divide the tokens of one batch have batches of other sizes."""
-        if (sequence := self.runtime.sequence) is not None:
-            sequence.enter(kind, self._sizes)
-            try:
-                sequence.check()
-            except AgreementError as error:
-                problem = f"differs on ranks that divide its tokens, or they run something else: {error.problem}"
-                raise AgreementError("the batch", problem, f"give all ranks of {SEQUENCE!r} the same batch") from error
+    def _check_batch(self, sequence: Lockstep, kind: RunKind, box: Sequence[Any]) -> None:
+        """Raise AgreementError if ranks that divide the tokens of one batch have batches of other sizes.
+
+        In the first runs also if whole numbers in them differ: each rank may have a sampler of its own by mistake.
+        """
+        digest = hashlib.sha256(self._sizes)
+        values = [value for value, is_parameter in zip(box, self._is_parameter, strict=True) if not is_parameter]
+        for value, is_argument in zip(values, self._is_argument, strict=True) if sequence.number < _COMPARED else ():
+            if is_argument and isinstance(value, torch.Tensor) and not value.is_floating_point():
+                digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        sequence.enter(kind, digest.hexdigest())
+        try:
+            sequence.check()
+        except AgreementError as error:
+            problem = f"differs on ranks that divide its tokens, or they run something else: {error.problem}"
+            raise AgreementError("the batch", problem, f"give all ranks of {SEQUENCE!r} the same batch") from error
 
     def _agree(self) -> None:
         """Compare the program with the other ranks', once; their `is_new` has announced this."""
