@@ -23,16 +23,16 @@ def sequence_slice(batch: Any, mesh: DeviceMesh, dim: int = 1) -> Any:
 
     Raises:
         GroupError: the mesh has no such dimension.
-        OptionError: the number of tokens is not a multiple of the ranks along it.
+        OptionError: the number of tokens is not a multiple of the ranks along it, or `dim` is negative.
     """
-    ranks = _ranks(mesh)
+    ranks = _ranks(mesh, dim)
 
     def part(value: torch.Tensor) -> torch.Tensor:
         if value.dim() <= dim:
             return value
         if value.shape[dim] % ranks.size():
-            problem = f"has {value.shape[dim]} tokens, which {ranks.size()} ranks cannot divide"
-            raise OptionError("batch", problem, f"give a multiple of {ranks.size()} tokens")
+            problem = f"has a tensor {[*value.shape]}, whose dimension {dim} {ranks.size()} ranks cannot divide"
+            raise OptionError("batch", problem, f"give a multiple of {ranks.size()} tokens, and divide others by hand")
         return value.chunk(ranks.size(), dim)[ranks.get_local_rank()].contiguous()
 
     return tree_map_only(torch.Tensor, part, batch)
@@ -41,7 +41,8 @@ def sequence_slice(batch: Any, mesh: DeviceMesh, dim: int = 1) -> Any:
 def sequence_gather(part: Any, mesh: DeviceMesh, dim: int = 1) -> Any:
     """Return the batch of which each rank along "sp" has the part that `sequence_slice` gives. Collective.
 
-    Compiled models want the whole batch; so each rank may read a part only, and ranks exchange the parts.
+    Compiled models want the whole batch; so each rank may read a part only, and ranks exchange the parts. Gradients do
+    not flow back to them.
 
     Args:
         part: Tensors, alone or in lists, tuples and dicts, on the device of the mesh.
@@ -50,9 +51,10 @@ def sequence_gather(part: Any, mesh: DeviceMesh, dim: int = 1) -> Any:
 
     Raises:
         GroupError: the mesh has no such dimension.
+        OptionError: `dim` is negative.
         AgreementError: on every rank: parts differ in size or dtype.
     """
-    ranks = _ranks(mesh)
+    ranks = _ranks(mesh, dim)
     group, size = ranks.get_group(), ranks.size()
     said: list[Any] = [None] * size
     leaves = [value for value in tree_leaves(part) if isinstance(value, torch.Tensor)]
@@ -71,8 +73,10 @@ def sequence_gather(part: Any, mesh: DeviceMesh, dim: int = 1) -> Any:
     return tree_map_only(torch.Tensor, whole, part)
 
 
-def _ranks(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the dimension over which tokens are divided."""
+def _ranks(mesh: DeviceMesh, dim: int) -> DeviceMesh:
+    """Return the dimension of the mesh over which tokens are divided."""
+    if dim < 0:
+        raise OptionError("dim", f"is {dim}", "count from the first dimension: 1 for (batch, tokens)")
     if SEQUENCE not in (mesh.mesh_dim_names or ()):
         raise GroupError("mesh", f"is {mesh}, of which no dimension divides tokens", f"name one of them {SEQUENCE!r}")
     return mesh[SEQUENCE]

@@ -353,7 +353,7 @@ def test_it_shares_no_code_and_is_small() -> None:
     lines = {path.stem: len(code_lines(path)) for path in files}
     assert lines.pop("checker_rows") <= 380
     assert lines.pop("checker_divided") <= 190
-    assert sum(lines.values()) <= 1190
+    assert sum(lines.values()) <= 1195
 
 
 def names_imported(node: ast.AST) -> list[str]:

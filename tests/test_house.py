@@ -78,21 +78,21 @@ LINES = {
     "zcompile/facts": 790,
     "zcompile/frontend": 1_525,
     "zcompile/integrations": 660,
-    "zcompile/ir": 5_385,
+    "zcompile/ir": 5_390,
     "zcompile/model": 1_585,
     "zcompile/pipelining": 2_130,
-    "zcompile/proof": 5_585,
+    "zcompile/proof": 5_605,
     "zcompile/recording": 820,
     "zcompile/report": 1_550,
     "zcompile/schedule": 1_600,
     "zcompile/state": 1_660,
     "zcompile/tools": 4_760,
-    "zcompile/torch_internals": 1_910,
+    "zcompile/torch_internals": 1_920,
     "passes": 5_560,
-    "runtime": 8_900,
+    "runtime": 8_905,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 54_525
+MOST_LINES = 54_565
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,

@@ -264,8 +264,10 @@ def loaded(rank: int) -> None:
     for fewer in (part["weights"][:, rank:], part["weights"].to(torch.int32) if rank else part["weights"]):
         with pytest.raises(AgreementError, match="the parts of a batch differ: rank 0 has"):
             zcompile.sequence_gather(fewer, mesh)
-    with pytest.raises(OptionError, match="batch: has 5 tokens, which 2 ranks cannot divide"):
+    with pytest.raises(OptionError, match=r"batch: has a tensor \[1, 5\], whose dimension 1 2 ranks cannot divide"):
         zcompile.sequence_slice(torch.ones(1, 5), mesh)
+    with pytest.raises(OptionError, match="dim: is -1"):
+        zcompile.sequence_slice(torch.ones(1, 4), mesh, dim=-1)
     with pytest.raises(GroupError, match=r"(?s)mesh: .*no dimension divides tokens.*name one of them 'sp'"):
         zcompile.sequence_slice(part, mesh["dp"])
 
@@ -500,25 +502,28 @@ def test_ranks_of_one_sequence_in_a_pipeline_have_the_same_batch(threads: Thread
         assert "is not the same on ranks 0, 1, 2, 3 along 'pp' and 'sp'" in text
 
 
-def unequal(rank: int) -> str:
-    """Ranks of one group are given batches of different lengths, after steps of both."""
+def unequal(rank: int, fewer: int) -> str:
+    """Ranks of one group are given batches of different lengths, after steps of two lengths."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
     compiled = zcompile.compile(gpt(), mesh=mesh, sequence="ulysses", backend="eager")
     tokens, targets = batch(0, 0)
     for length in (8, 4):
         compiled(tokens[:, :length].contiguous(), targets[:, :length].contiguous()).backward()
         compiled.zero_grad()
-    length = 8 - 4 * rank
-    with pytest.raises(AgreementError) as raised:
+    length = 8 - fewer * rank
+    with pytest.raises(AgreementError if fewer == 4 or rank == 0 else OptionError) as raised:
         compiled(tokens[:, :length].contiguous(), targets[:, :length].contiguous())
     return str(raised.value)
 
 
 @pytest.mark.slow
 def test_ranks_with_batches_of_different_lengths_are_told(threads: Threads) -> None:
-    for text in threads.run(2, unequal):
+    for text in threads.run(2, unequal, 4):
         assert "the batch: differs on ranks that divide its tokens" in text
         assert "give all ranks of 'sp' the same batch" in text
+    told, own = threads.run(2, unequal, 1)  # a length of seven cannot be divided at all
+    assert "rank 1 has none: sequence no input is (batch, tokens)" in told
+    assert own.startswith("sequence: no input is (batch, tokens), of tokens that 2 ranks can divide.")
 
 
 def sampled_apart(rank: int, steps: bool) -> str:

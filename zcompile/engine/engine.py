@@ -153,9 +153,11 @@ class Engine:
                 return self._lowered(rewritten, updater)
             return self.runtime.tensor.together(lambda: self._lowered(rewritten, updater))
         except (OptionError, PipelineError, ProgramError) as error:  # which may depend on this rank's batch only
-            if self.runtime.communicator.size > 1:
-                problem = f"rank {self.runtime.communicator.waits.rank} has none: {error.subject} {error.problem}"
-                self.runtime.communicator.waits.refuse(AgreementError("the program", problem, error.fix))
+            sequence = self.runtime.sequence
+            for group in (self.runtime.communicator, *([sequence.communicator] if sequence else [])):
+                if group.size > 1:
+                    problem = f"rank {group.waits.rank} has none: {error.subject} {error.problem}"
+                    group.waits.refuse(AgreementError("the program", problem, error.fix))
             raise
 
     def _lowered(self, make: Callable[[Journal], Rewritten], updater: Updater | None) -> CompiledStep:

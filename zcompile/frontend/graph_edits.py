@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -86,24 +87,24 @@ def make_dense(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
 
 
 def repeat_key_heads(module: fx.GraphModule, ranks: int) -> None:
-    """Give keys and values that queries share a head for each of `ranks`, which divide heads, if they have fewer.
+    """Repeat heads of keys and values that queries share, where `ranks`, which divide heads, cannot divide them."""
 
-    Kernels on GPUs take shared heads as they are, so that there is none for some of the ranks.
-    """
+    def repeated(source: fx.Node, queries: int, user: fx.Node) -> fx.Node:
+        heads = source.meta["example_value"].shape[-3]
+        wanted = math.lcm(heads, ranks)
+        if wanted == heads or queries % wanted:
+            return source
+        with module.graph.inserting_before(user):
+            return module.graph.call_function(torch.repeat_interleave, (source, wanted // heads, -3))
+
     for node in module.graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
-        if not node.kwargs.get("enable_gqa"):
-            continue
-        for source in dict.fromkeys(node.kwargs.get(name, *node.args[at : at + 1]) for name, at in _SHARED):
-            heads = source.meta["example_value"].shape[-3]
-            if heads < ranks and ranks % heads == 0:
-                with module.graph.inserting_before(node):
-                    repeated = module.graph.call_function(torch.repeat_interleave, (source, ranks // heads, -3))
-                node.replace_input_with(source, repeated)
+        if node.kwargs.get("enable_gqa"):
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+            queries = given["query"].meta["example_value"].shape[-3]
+            given |= {name: repeated(given[name], queries, node) for name in ("key", "value")}
+            node.args, node.kwargs = (), given
     module.recompile()
-
-
-_SHARED = (("key", 1), ("value", 2))
-"""What heads of queries share, and which arguments of attention they are."""
 
 
 # -- nested graphs ----------------------------------------------------------------------------------------------------

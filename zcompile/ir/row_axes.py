@@ -235,9 +235,9 @@ def _put(node: fx.Node) -> Axes:
     shape, shapes, alone = shape_of(source), [shape_of(index) for index in indices], not shape_of(value)
     if len(indices) < len(given):
         return  # some dimensions are left out
-    if shapes == [shape] and indices[0].meta["val"].dtype is torch.bool and alone:
+    if len(indices) == 1 and indices[0].meta["val"].dtype is torch.bool and alone:
         for dim in range(len(shape)):
-            yield IndexAxis({source: dim, indices[0]: dim}, (dim,))
+            yield IndexAxis({source: dim} | ({indices[0]: dim} if dim < len(shapes[0]) else {}), (dim,))
     in_rows = shapes == [shape[:1]] * len(indices) and (alone or shape_of(value)[0] == shape[0])
     if in_rows and is_row_number(indices[0], shape[0]):
         yield IndexAxis(dict.fromkeys([source, *indices, *([] if alone else [value])], 0), (0,))
@@ -259,8 +259,9 @@ def _counted(node: fx.Node) -> Axes:
 
 
 def _padded(node: fx.Node) -> Axes:
-    for dim, (before, now) in enumerate(zip(shape_of(source := _of(node, 0)), shape_of(node), strict=True)):
-        yield IndexAxis({source: dim}, (dim if before == now else None,))
+    rank, pads = len(shape_of(source := _of(node, 0))), list[Any](node.args[1])  # type: ignore[arg-type]
+    for dim in range(rank):  # some are negative: rows may move where their number remains
+        yield IndexAxis({source: dim}, (None if any(pads[2 * (rank - 1 - dim) :][:2]) else dim,))
 
 
 def _made(node: fx.Node) -> Axes:

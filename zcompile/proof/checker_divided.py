@@ -86,8 +86,7 @@ def _in_flight(evaluation: Any, call: ast.Call, name: str) -> TermValue:
         if terms.heads[started.term] != head:
             raise refusal(terms.here, "waits for an exchange that was not started so")
         term = terms.args[started.term][0]
-    made: TermValue = evaluation._made(term)
-    return made
+    return evaluation._made(term)  # type: ignore[no-any-return]
 
 
 class _Divided(Loop):
@@ -225,12 +224,14 @@ class _Divided(Loop):
         (name,), (_, *args) = (dotted(node) for node in flat(call)), [literal_or_none(node) for node in call.args]
         how, whole = self.how[name], self.scope[name]
         ranks = self._checked(next((one for one in reversed(args) if type(one) is int), 0), args[-1])
-        zigzag = any(word.arg == "zigzag" and literal_or_none(word.value) is not False for word in call.keywords)
-        order, rows = "zigzag" if zigzag else "", how.rows if how else 0
+        said = [(word.arg, literal_or_none(word.value)) for word in call.keywords]
+        if not {*said} <= {("zigzag", True), ("zigzag", False)} or not all(type(flag) is bool for _, flag in said):
+            self._refuse(f"{packet} is called with {said}")
+        order, rows = "zigzag" if ("zigzag", True) in said else "", how.rows if how else 0
         match packet, args:
             case "shard", (int(dim), int(outer), *_) if how is None:
                 length = self._shape(name)[dim]
-                if length % (outer * ranks * (1 + zigzag)) == 0:
+                if length % (outer * ranks * (1 + bool(order))) == 0:
                     self.ranks, self.size, self.order = ranks, length // (outer * ranks), order
                     return self._as((dim, outer), whole)
             case "all_gather", (int(dim), int(outer), *_) if rows and how == How(ranks, dim, outer, rows, order):

@@ -8,6 +8,7 @@ that are linear in a factor, for which the loop has 1, are read where a result i
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -132,9 +133,10 @@ def _cut(line: Called, place: int = 1, *, grows: int = 0) -> Iterator[Axis]:
 
 
 def _put(line: Called) -> Iterator[Axis]:
-    """A number in place of those at a mask."""
-    if line.shapes[1:] == [line.shapes[0], ()] and line.kinds[1] == "b8":
-        yield from (({0: dim, 1: dim}, [dim]) for dim in range(len(line.shapes[0])))
+    """A number in place of those at a mask, of all dimensions or the first ones."""
+    if len(line.shapes) == 3 and line.shapes[2] == () and line.kinds[1] == "b8":
+        inside = len(line.shapes[1])
+        yield from ((dict.fromkeys([0, 1] if dim < inside else [0], dim), [dim]) for dim in range(len(line.shapes[0])))
 
 
 def _padded(line: Called) -> Iterator[Axis]:
@@ -355,7 +357,7 @@ class Loop:
         (shape,), (dim, groups) = line.shapes, self.at[line.tensors[0]]
         turn = [*shape]
         turn[dim] = shape[dim] // self.rows * self.size
-        before, passed = product(turn[:dim]) * max(groups, 1), 1
+        before, passed = math.prod(turn[:dim]) * max(groups, 1), 1
         for at, size in enumerate(_viewed(packet, turn, line)):
             if before % passed == 0 and size % (before // passed * self.size) == 0:
                 return (at, before // passed), self._lifted(packet, call, (at, before // passed))
@@ -472,21 +474,13 @@ def _viewed(packet: str, shape: Sequence[int], line: Called) -> list[int]:
         over = {dim % rank for dim in (range(rank) if dims is None else [dims] if type(dims) is int else dims)}
         return [size for dim, size in enumerate(shape) if size != 1 or dim not in over]
     wanted = list(line.args[1])
-    left = product(shape) // max(product([size for size in wanted if size != -1]), 1)
+    left = math.prod(shape) // max(math.prod([size for size in wanted if size != -1]), 1)
     return [left if size == -1 else size for size in wanted]
 
 
 def _shape_of(said: ast.expr) -> list[int]:
     shape = ast.literal_eval(said)
     return [shape] if type(shape) is int else list(shape)
-
-
-def product(sizes: Sequence[int]) -> int:
-    """Return the product of sizes."""
-    found = 1
-    for size in sizes:
-        found *= size
-    return found
 
 
 def _names(target: ast.expr) -> list[str]:

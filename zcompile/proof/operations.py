@@ -25,11 +25,12 @@ from zcompile.ir.row_axes import MixedRowsError
 from zcompile.ir.rows import Placements, is_scaled, with_rows
 from zcompile.ir.shared_memory import root_of
 from zcompile.ir.side_effects import draws, is_opaque, is_random
-from zcompile.proof.divided import HowDivided, NotAlikeError, divided_result, how_divided
+from zcompile.proof.divided import IN_FLIGHT, HowDivided, NotAlikeError, divided_result, how_divided
 from zcompile.proof.terms import DRAW, DRAWN_UNDER, FACTOR, ITEM, LIST, PAIR, PER, STATE, Terms
 from zcompile.torch_internals.operators import (
     HigherOrderOperator,
     OpOverload,
+    is_unfinished,
     replayed_random,
     saved_random,
     writes_arguments,
@@ -128,13 +129,13 @@ class GraphTerms:
         return node.target
 
     def _plain(self, node: fx.Node, args: Sequence[Any]) -> int:
-        if node.target in _SAME and not node.kwargs:
+        if node.target in _SAME and not node.kwargs and not self._is_unfinished(args[0]):
             return self.term(args[0])
         return self._applied(node.target, args, node.kwargs)
 
     def _result(self, node: fx.Node) -> int:
         target, terms = node.target, self.terms
-        if target in _SAME and not node.kwargs:
+        if target in _SAME and not node.kwargs and not self._is_unfinished(node.args[0]):
             return self.term(node.args[0])
         try:
             divided = divided_result(self, node)
@@ -158,6 +159,13 @@ class GraphTerms:
         if writes_arguments(target):
             self._write(node, result)
         return result
+
+    def _is_unfinished(self, source: Any) -> bool:
+        """Return True for what a collective has started to write: a copy of it is not what arrives."""
+        head, *rest = self.terms.keys[self.term(source)]
+        while head == ITEM and type(rest[0]) is int:
+            head, *rest = self.terms.keys[rest[0]]
+        return head == IN_FLIGHT or (isinstance(head, OpOverload) and is_unfinished(head))
 
     def _drawn(self) -> int:
         """Return the term of the next random draw."""

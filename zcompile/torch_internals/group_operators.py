@@ -15,6 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""The second is deprecated in torch 2.13."""
+
 
 @torch.library.custom_op("zcompile::shard", mutates_args=())
 def shard(x: Tensor, dim: int, outer: int, size: int, order: list[int], group: str, *, zigzag: bool = False) -> Tensor:
@@ -37,7 +40,7 @@ def all_gather(
 
     def gathered(y: Tensor, at: Sequence[int]) -> Tensor:
         parts = y.new_empty((size, *y.shape))
-        dist.all_gather_into_tensor(parts.view(-1), y.view(-1), group=group_of_name(group))
+        _all_gather(parts.view(-1), y.view(-1), group=group_of_name(group))
         chunks = parts.unflatten(at[0] + 1, (outer, 1 + zigzag, -1)).unbind(at[0] + 2)
         in_order = [*chunks[0].unbind(), *(chunks[1].flip(0).unbind() if zigzag else ())]
         return torch.stack(in_order, at[0] + 1).flatten(at[0], at[0] + 2)

@@ -55,7 +55,7 @@ class _Ring:
         """The dtype in which blocks are added up."""
 
     def forward(self) -> tuple[Any, ...]:
-        given, total, logs = tuple[Any, ...](), torch.empty(0), torch.empty(0)
+        given, total, top, weight = tuple[Any, ...](), *(torch.empty(0) for _ in range(3))
         for source, (key, value) in self._round():
             rows, columns, mask = *self._seen(source), self._masked(source)
             result = self._block(source, rows, columns, key, value, mask)
@@ -64,12 +64,16 @@ class _Ring:
                 hidden = (mask == -math.inf).all(-1)
                 out, block_logs = out.masked_fill(hidden.unsqueeze(-1), 0.0), block_logs.masked_fill(hidden, -math.inf)
             if not given:
-                given, total, logs = result, out, block_logs
+                given, total, top, weight = result, out, block_logs, torch.ones_like(block_logs)
                 continue
-            both = torch.logaddexp(logs[:, :, rows], block_logs)
-            share = (block_logs - both).exp().nan_to_num(0.0)  # nothing, where neither is seen
+            # Not one logarithm: it would not change, were a weight added to one of -1e9, that of a masked query.
+            highest = torch.maximum(top[:, :, rows], block_logs)
+            added = (block_logs - highest).exp().nan_to_num(0.0)  # nothing, where neither is seen
+            both = weight[:, :, rows] * (top[:, :, rows] - highest).exp().nan_to_num(0.0) + added
+            share = (added / both).nan_to_num(0.0)
             total[:, :, rows] = torch.lerp(total[:, :, rows], out, share.to(self.sums).unsqueeze(-1))
-            logs[:, :, rows] = both
+            top[:, :, rows], weight[:, :, rows] = highest, both
+        logs = top + weight.log()
         logs = logs.masked_fill(logs == -math.inf, 0.0)  # as the kernels give it for what sees nothing
         return (_like(given[0], total), _like(given[1], self._as_kernels(logs)), *given[2:])
 
