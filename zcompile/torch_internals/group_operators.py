@@ -1,9 +1,9 @@
 """Operators that change how a value is divided over the ranks of a group, for graphs: `torch.ops.zcompile`.
 
-Each waits for what it sends, and gives memory of its own, in which dimensions lie in `order`, the outermost first:
-views that graphs take of the whole can be taken of parts. `group` is the name of a process group, and `size` how many
-ranks it has; a rank has the part of a dimension that its number in the group says, or in zig-zag order, two halves of
-a part: see `zcompile.torch_internals.ring_attention`.
+Each waits for what it sends, unless its name says otherwise, and gives memory of its own, in which dimensions lie in
+`order`, the outermost first: views that graphs take of the whole can be taken of parts. `group` is the name of a
+process group, and `size` how many ranks it has; a rank has the part of a dimension that its number in the group says,
+or in zig-zag order, two halves of a part: see `zcompile.torch_internals.ring_attention`.
 """
 
 from __future__ import annotations
