@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from zcompile import Program
 from zcompile.ir.operation import Data, set_data
 from zcompile.ir.ops import Compute, Input, Kind
 from zcompile.passes.common.overlap import overlapped
+from zcompile.torch_internals.inductor import inductor_code
 
 aten = torch.ops.aten
 
@@ -179,3 +181,13 @@ def test_a_wait_comes_when_nothing_else_can_be_computed(lines: list[tuple[str, i
             assert all(one.target is WAITS for one in ready), ready
         left.remove(node) if node in left else None
         known.add(node)
+
+
+@pytest.mark.slow
+def test_inductor_keeps_the_order() -> None:
+    program = overlap(zcompile.parse(joined(joined(HEAD, WAITING), PHASES)))
+    graph = program.regions["region_0"].graph
+    inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    code = inductor_code(fx.GraphModule({}, graph), inputs).partition("def call")[2]
+    lines = re.findall(r"extern_kernels\.mm\(|(?:start|wait)_all_to_all\.default\(", code)
+    assert [line.partition("_")[0] for line in lines] == ["extern", "start", "extern", "start", "wait", "wait"]

@@ -15,6 +15,7 @@ from torch._inductor.output_code import CompiledFxGraph, OutputCode
 from torch._ops import HigherOrderOperator, OpOverload  # the types of call targets in an ATen graph
 
 from zcompile.torch_internals.dynamo import quiet
+from zcompile.torch_internals.operators import is_wait_for_collective
 
 __all__ = ["OutputCode"]
 """Names re-exported unchanged from torch."""
@@ -36,8 +37,15 @@ _ARTIFACTS = "torch._inductor.standalone_compile"
 """The logger that warns if an artifact cannot be saved; zcompile saves none."""
 
 
-_REGIONS = {"config_patches": {"triton.cudagraphs": False}}
-"""No CUDA graphs: the addresses of full parameters change in each step, and a graph would read the old ones."""
+def _options(graph: fx.Graph) -> dict[str, Any]:
+    """Return how Inductor compiles a region.
+
+    No CUDA graphs: the addresses of full parameters change in each step, and a graph would read the old ones. Where
+    ranks communicate, operations keep their order, in which compute hides that.
+    """
+    waits = any(isinstance(node.target, OpOverload) and is_wait_for_collective(node.target) for node in graph.nodes)
+    unordered = ("triton.cudagraphs", *(("reorder_for_locality", "reorder_for_peak_memory") if waits else ()))
+    return {"config_patches": dict.fromkeys(unordered, False)}
 
 
 def inductor_code(graph_module: fx.GraphModule, example_inputs: list[Any]) -> str:
@@ -58,8 +66,9 @@ def _standalone(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Call
     # "from_graph" takes the fake mode, with the symbols of dynamic sizes, from Dynamo's metadata.
     for node in graph_module.graph.output_node().all_input_nodes:
         node.meta["example_value"] = node.meta["val"]
+    options = _options(graph_module.graph)
     with quiet(_ARTIFACTS):
-        return standalone_compile(graph_module, example_inputs, dynamic_shapes="from_graph", options=_REGIONS)
+        return standalone_compile(graph_module, example_inputs, dynamic_shapes="from_graph", options=options)
 
 
 def _boxed_inside(compiled: Any, *, is_plain: bool) -> Callable[[list[Any]], Any]:
