@@ -137,7 +137,8 @@ def test_sums_over_the_batch_are_refused_and_means_are_not(kind: str, name: str)
     called = CallSpec(lambda x, y: loss(model, x, y), batch, {}, ("x", "y"))
     given = model, layout, called, torch.device("cpu"), "Linear"
     traced = [
-        StepTrace(*given, decompositions=loss_decompositions(fuses=fuses)).program for fuses in (False, True)
+        StepTrace(*given, options={"decompositions": loss_decompositions(fuses=fuses)}).program
+        for fuses in (False, True)
     ]  # a cross entropy is one line or many
     parts = [loss(model, *part) for part in zip(*(one.chunk(3) for one in batch), strict=True)]
     is_mean = torch.allclose(torch.stack(parts).mean(), loss(model, *batch), rtol=1e-5)
