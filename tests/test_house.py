@@ -87,12 +87,12 @@ LINES = {
     "zcompile/schedule": 1_600,
     "zcompile/state": 1_660,
     "zcompile/tools": 4_760,
-    "zcompile/torch_internals": 1_920,
+    "zcompile/torch_internals": 1_930,
     "passes": 5_560,
     "runtime": 8_905,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 54_565
+MOST_LINES = 54_575
 """Of all that is installed. Whoever raises a number says why in the commit."""
 BENCHMARKS = {
     "common": 1_340,
