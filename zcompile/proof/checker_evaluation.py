@@ -442,7 +442,7 @@ class Evaluation:
         head = self.terms.heads[term]
         if head.startswith("item "):
             return self._is_unfinished(self.terms.args[term][0])
-        return head.startswith(("in flight ", "ops._c10d_functional.")) and packet_of(head) != "wait_tensor"
+        return head.startswith("in flight ")
 
     # -- the runtime's functions --------------------------------------------------------------------------------------
 

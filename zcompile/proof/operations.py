@@ -30,7 +30,6 @@ from zcompile.proof.terms import DRAW, DRAWN_UNDER, FACTOR, ITEM, LIST, PAIR, PE
 from zcompile.torch_internals.operators import (
     HigherOrderOperator,
     OpOverload,
-    is_unfinished,
     replayed_random,
     saved_random,
     writes_arguments,
@@ -165,7 +164,7 @@ class GraphTerms:
         head, *rest = self.terms.keys[self.term(source)]
         while head == ITEM and type(rest[0]) is int:
             head, *rest = self.terms.keys[rest[0]]
-        return head == IN_FLIGHT or (isinstance(head, OpOverload) and is_unfinished(head))
+        return bool(head == IN_FLIGHT)
 
     def _drawn(self) -> int:
         """Return the term of the next random draw."""

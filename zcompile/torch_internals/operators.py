@@ -124,11 +124,6 @@ def is_wait_for_collective(operation: OpOverload) -> bool:
     return operation.overloadpacket.__name__ in ("wait_tensor", "wait_all_to_all")
 
 
-def is_unfinished(operation: OpOverload) -> bool:
-    """True for a functional collective, whose result has its values after a wait for it."""
-    return operation.namespace == "_c10d_functional" and not is_wait_for_collective(operation)
-
-
 def _is_known(operation: OpOverload) -> bool:
     """True for one whose results are there once it returns: a wait, or an operator that waits for what it sends."""
     starts = operation.overloadpacket.__name__.startswith("start_")
