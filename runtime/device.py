@@ -154,10 +154,9 @@ def event_here(device: torch.device, event: torch.Event | None = None, *, timed:
 
     Returns None while the stream is captured into a graph, which the event would become a part of.
     """
-    gpus = torch.get_device_module(device)
-    if _is_capturing(gpus):
+    if is_capturing(device):
         return None
-    made: torch.Event = event or gpus.Event(enable_timing=timed)
+    made: torch.Event = event or torch.get_device_module(device).Event(enable_timing=timed)
     made.record(current_stream(device))
     return made
 
@@ -180,9 +179,9 @@ _OWN_CAPTURES = 1
 """CUDA's CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
 
 
-def _is_capturing(gpus: Any) -> bool:
-    """True while the current stream is captured into a graph; not every kind of GPU has graphs."""
-    asked = getattr(gpus, "is_current_stream_capturing", None)
+def is_capturing(device: torch.device) -> bool:
+    """True while the current stream is captured into a graph; not every kind of device has graphs."""
+    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return asked is not None and bool(asked())
 
 

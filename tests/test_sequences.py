@@ -57,8 +57,7 @@ def trained(
     options = {"backend": "eager", "sequence": "ulysses", **options}
     compiled = zcompile.compile(model, mesh=mesh[names], **options)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (compiled, plain)]
-    # Plain PyTorch in bfloat16 differs from float32 by up to 3.2e-3 here, on some CPUs.
-    near = {"rtol": 3e-2, "atol": 6e-3} if "dtype" in options else {"rtol": 1e-4, "atol": 1e-6}
+    near = {"rtol": 3e-2, "atol": 3e-3} if "dtype" in options else {"rtol": 1e-4, "atol": 1e-6}
     own = rank // (mesh.size() // data)
     for step in range(2):
         loss = compiled(*batch(own, step))
@@ -75,7 +74,11 @@ def trained(
     compiled.eval()
     with torch.no_grad():
         arguments = batch(0, 0)[: 1 if make is gpt else 2]
-        torch.testing.assert_close(compiled(*arguments).float(), plain(*arguments), **near)
+        found, wanted = compiled(*arguments).float(), plain(*arguments)
+    if "dtype" in options:  # on some CPUs single logits of plain PyTorch in bfloat16 differ by more than 3e-3, too
+        assert (found - wanted).norm() <= 1e-2 * wanted.norm()
+    else:
+        torch.testing.assert_close(found, wanted, **near)
     if "dump" in options and rank == 0:
         assert all(verdict.proof for verdict in prove_dump(Path(options["dump"])))
     return ""

@@ -10,8 +10,8 @@
 
 What a collective sends is computed first, and what needs no result that is still awaited before the wait: in the
 backward, mostly gradients of weights, as Megatron-LM overlaps those with tensor-parallel all-reduces (Korthikanti et
-al., 2022). Collectives are those of `divide_sequence`, and pairs of functional collectives and their waits. All ranks
-start them in the same order, that of the region's text.
+al., 2022). Collectives are those of `divide_sequence`, and pairs of functional collectives and their waits. They start
+in the order in which they were traced, as random draws keep theirs.
 """
 
 from __future__ import annotations
@@ -60,11 +60,13 @@ def _apart(graph: fx.Graph) -> fx.Graph:
     return result
 
 
-def _has_effect(node: fx.Node) -> bool:
-    """Return True for an operation that must keep its place among others of its kind, such as random draws."""
-    if node.op != "call_function" or isinstance(data(node).op, Item) or is_collective(node) or is_wait(node):
-        return False
-    return is_random(node) or not is_pure(node)
+def _kind(node: fx.Node) -> str:
+    """Return of which kind an operation is that must keep its place among others of it; "" if it need not."""
+    if is_collective(node):
+        return "collective"
+    if node.op != "call_function" or isinstance(data(node).op, Item) or is_wait(node):
+        return ""
+    return "effect" if is_random(node) or not is_pure(node) else ""
 
 
 class _Order:
@@ -77,10 +79,10 @@ class _Order:
         self.awaits: dict[fx.Node, frozenset[fx.Node]] = {}
         """The waits for collectives among all that comes before each node, and itself."""
         self.found: dict[fx.Node, None] = {}
-        effects = list[fx.Node]()
+        last = dict[str, fx.Node]()
         for node in self.nodes:
-            self.needs[node] = [*node.all_input_nodes, *(effects[-1:] if _has_effect(node) else [])]
-            effects += [node] if _has_effect(node) else []
+            self.needs[node] = [*node.all_input_nodes, *([last[kind]] if (kind := _kind(node)) in last else [])]
+            last |= {kind: node} if kind else {}
             own = frozenset([node] if is_wait(node) else [])
             self.awaits[node] = own.union(*(self.awaits[one] for one in self.needs[node]))
         *inside, end = self.nodes

@@ -173,11 +173,14 @@ def test_a_wait_comes_when_nothing_else_can_be_computed(lines: list[tuple[str, i
     found = overlapped(graph)
     found.lint()
     assert computed(found) == computed(graph)
+    sent = [[node.name for node in one.nodes if node.target is SENDS] for one in (graph, found)]
+    assert sent[0] == sent[1]
     left, known = list(found.nodes)[:-1], set[fx.Node]()
     for node in found.nodes:
         if node.target is WAITS:
-            draws = [one for one in left if one.target is KINDS["draw"]]
-            ready = [one for one in left if known.issuperset(one.all_input_nodes) and one not in draws[1:]]
+            kinds = ([one for one in left if one.target is KINDS[kind]] for kind in ("draw", "send"))
+            later = [one for of_kind in kinds for one in of_kind[1:]]  # which follow others of their kind
+            ready = [one for one in left if known.issuperset(one.all_input_nodes) and one not in later]
             assert all(one.target is WAITS for one in ready), ready
         left.remove(node) if node in left else None
         known.add(node)

@@ -38,6 +38,7 @@ from zcompile.ir.printer import inputs_of
 from zcompile.ir.program import Program
 from zcompile.recording.recording import Recorded
 from zcompile.runtime.arena import Lender
+from zcompile.runtime.device import is_capturing
 from zcompile.runtime.executor import BoundUnit, Gradients
 from zcompile.runtime.gradients.delivery import HOLDS, Unreached
 from zcompile.runtime.gradients.updates import Updater
@@ -126,8 +127,9 @@ class CompiledStep(LoadedProgram, StepPrograms):
         there."""
         self._agreed = False
         self._digest = program.digest()
-        self._sizes = "\n".join(str(data(node).type) for node in program.nodes(Input)).encode()
-        """The types of a batch."""
+        types = "\n".join(str(data(node).type) for node in program.nodes(Input))
+        self._sizes = hashlib.sha256(types.encode()).hexdigest()
+        """A digest of the types of a batch."""
         given = (op for node in program.nodes(Input) if (op := op_of(node, Input)).kind is Kind.DATA)
         self._is_argument = [op.held in ("", "?") for op in given]
         self._communicates = {phase: program.phase(phase).volume() > 0 for phase in program.phases}
@@ -223,17 +225,23 @@ class CompiledStep(LoadedProgram, StepPrograms):
 
         In the first runs also if whole numbers in them differ: each rank may have a sampler of its own by mistake.
         """
-        digest = hashlib.sha256(self._sizes)
-        values = [value for value, is_parameter in zip(box, self._is_parameter, strict=True) if not is_parameter]
-        for value, is_argument in zip(values, self._is_argument, strict=True) if sequence.number < _COMPARED else ():
-            if is_argument and isinstance(value, torch.Tensor) and not value.is_floating_point():
-                digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        sequence.enter(kind, digest.hexdigest())
+        # While a step is captured, the host cannot read what is in a batch.
+        reads = sequence.number < _COMPARED and not is_capturing(self.runtime.communicator.device)
+        sequence.enter(kind, self._digest_of(box) if reads else self._sizes)
         try:
             sequence.check()
         except AgreementError as error:
             problem = f"differs on ranks that divide its tokens, or they run something else: {error.problem}"
             raise AgreementError("the batch", problem, f"give all ranks of {SEQUENCE!r} the same batch") from error
+
+    def _digest_of(self, box: Sequence[Any]) -> str:
+        """A digest of the types of a batch, and of whole numbers in it; the host waits for these."""
+        digest = hashlib.sha256(self._sizes.encode())
+        values = [value for value, is_parameter in zip(box, self._is_parameter, strict=True) if not is_parameter]
+        for value, is_argument in zip(values, self._is_argument, strict=True):
+            if is_argument and isinstance(value, torch.Tensor) and not value.is_floating_point():
+                digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def _agree(self) -> None:
         """Compare the program with the other ranks', once; their `is_new` has announced this."""

@@ -422,7 +422,9 @@ class Evaluation:
         shares += [heads[value.term] for key, value in named.items() if key == "dropout_p"]
         is_random = replays or packet.removesuffix("_") in RANDOM
         is_random = is_random or ("attention" in packet and shares[:1] not in ([], ["float 0.0"]))
-        plain, known = name in SAME and len(values) == 1 and not self._is_unfinished(terms[0]), len(heads)
+        # A copy of what an exchange has started to write is not what arrives.
+        plain = name in SAME and len(values) == 1 and not heads[terms[0]].startswith("in flight ")
+        known = len(heads)
         term = terms[0] if plain else make("|".join([name, *named]), *([draw] if is_random else []), *terms)
         if term >= known:
             self.terms.routes[term] = {v.term: v.via for v in values if isinstance(v, TermValue) and v.via}
@@ -436,13 +438,6 @@ class Evaluation:
             return self._made(term, given[0].memory)
         via = next((value.via for value in values if isinstance(value, TermValue) and value.via), ())
         return self._made(term, given[0].memory if packet in VIEWS else None).by(*via)
-
-    def _is_unfinished(self, term: int) -> bool:
-        """Return True for what a collective has started to write: a copy of it is not what arrives."""
-        head = self.terms.heads[term]
-        if head.startswith("item "):
-            return self._is_unfinished(self.terms.args[term][0])
-        return head.startswith("in flight ")
 
     # -- the runtime's functions --------------------------------------------------------------------------------------
 

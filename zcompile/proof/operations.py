@@ -160,11 +160,8 @@ class GraphTerms:
         return result
 
     def _is_unfinished(self, source: Any) -> bool:
-        """Return True for what a collective has started to write: a copy of it is not what arrives."""
-        head, *rest = self.terms.keys[self.term(source)]
-        while head == ITEM and type(rest[0]) is int:
-            head, *rest = self.terms.keys[rest[0]]
-        return bool(head == IN_FLIGHT)
+        """Return True for what an exchange has started to write: a copy of it is not what arrives."""
+        return bool(self.terms.keys[self.term(source)][0] == IN_FLIGHT)
 
     def _drawn(self) -> int:
         """Return the term of the next random draw."""
