@@ -187,8 +187,7 @@ class _Division:
         elif not isinstance(node.target, HigherOrderOperator):
             self._operation(node)
         elif any(self.place[source] is not WHOLE for source in node.all_input_nodes):  # such as flex attention
-            fix = "write attention as scaled_dot_product_attention, with a mask if need be"
-            self._refuse(node, "has graphs of its own, for all heads and tokens", fix)
+            self._refuse(node, "has graphs of its own, for all tokens", "use scaled_dot_product_attention, with a mask")
         else:
             self._give(node, self.graph.node_copy(node, self._any), WHOLE)
 
@@ -407,8 +406,7 @@ class _Division:
             return self._as(value, WHOLE, value)
         share = self.ways[value][PARTIAL]
         with self.graph.inserting_after(share):  # its reduction need not wait for the rest of the backward
-            args, name = (share, self.size), f"{value.name}_scaled"
-            made = self.graph.create_node("call_function", aten.mul.Tensor, args, name=name)
+            made = self.graph.call_function(aten.mul.Tensor, (share, self.size), name=f"{value.name}_scaled")
         made.meta = {"partitioner_tag": f"is_{Phase.BACKWARD}"}
         return self._typed(made, replace(data(value), op=Compute(), view=False))
 

@@ -64,9 +64,8 @@ def _kind(node: fx.Node) -> str:
     """Return of which kind an operation is that must keep its place among others of it; "" if it need not."""
     if is_collective(node):
         return "collective"
-    if node.op != "call_function" or isinstance(data(node).op, Item) or is_wait(node):
-        return ""
-    return "effect" if is_random(node) or not is_pure(node) else ""
+    computes = node.op == "call_function" and not isinstance(data(node).op, Item) and not is_wait(node)
+    return "effect" if computes and (is_random(node) or not is_pure(node)) else ""
 
 
 class _Order:
@@ -83,8 +82,9 @@ class _Order:
         for node in self.nodes:
             self.needs[node] = [*node.all_input_nodes, *([last[kind]] if (kind := _kind(node)) in last else [])]
             last |= {kind: node} if kind else {}
-            own = frozenset([node] if is_wait(node) else [])
-            self.awaits[node] = own.union(*(self.awaits[one] for one in self.needs[node]))
+            self.awaits[node] = frozenset({node} if is_wait(node) else ()).union(
+                *(self.awaits[one] for one in self.needs[node])
+            )
         *inside, end = self.nodes
         self._give(node for node in inside if node.op != "call_function")
         for start in filter(is_collective, inside):

@@ -153,8 +153,7 @@ class Engine:
                 return self._lowered(rewritten, updater)
             return self.runtime.tensor.together(lambda: self._lowered(rewritten, updater))
         except (OptionError, PipelineError, ProgramError) as error:  # which may depend on this rank's batch only
-            sequence = self.runtime.sequence
-            for group in (self.runtime.communicator, *([sequence.communicator] if sequence else [])):
+            for group in (self.runtime.communicator, *(one.communicator for one in [self.runtime.sequence] if one)):
                 if group.size > 1:
                     problem = f"rank {group.waits.rank} has none: {error.subject} {error.problem}"
                     group.waits.refuse(AgreementError("the program", problem, error.fix))

@@ -88,10 +88,6 @@ class LoadedProgram:
         return program.constants[node.name] if isinstance(op, Input) and op.kind is Kind.CONSTANT else None
 
 
-_COMPARED = 3
-"""In how many runs ranks of a sequence compare what is in their batches."""
-
-
 class CompiledStep(LoadedProgram, StepPrograms):
     """A rewritten program that runs: the callables that AOTAutograd calls.
 
@@ -99,6 +95,9 @@ class CompiledStep(LoadedProgram, StepPrograms):
     parameters that the backward reads, and tangents. Its parameters are placeholders without memory here, unless the
     full parameter is kept from the forward to the backward.
     """
+
+    compared = 3
+    """In how many runs ranks of a sequence compare what is in their batches."""
 
     def __init__(self, rewritten: Rewritten, runtime: ModelRuntime, updater: Updater | None) -> None:
         super().__init__(program := rewritten.program, runtime, updater)
@@ -117,6 +116,9 @@ class CompiledStep(LoadedProgram, StepPrograms):
         )
         """Index of the first saved tensor that the forward has created."""
         self._is_parameter = [name is not None for name in rewritten.primals]
+        given = [op for node in program.nodes(Input) if (op := op_of(node, Input)).kind is Kind.DATA]
+        others = [index for index, is_parameter in enumerate(self._is_parameter) if not is_parameter]
+        self._arguments = [index for index, op in zip(others, given, strict=True) if op.held in ("", "?")]
         self._read = _parameters_read(program, Phase.BACKWARD)
         self.reread: Sequence[int] = [rewritten.primals.index(name) for name in self._read]
         self._kept = [op_of(node, WaitGather).unit for node in program.kept()]
@@ -127,11 +129,8 @@ class CompiledStep(LoadedProgram, StepPrograms):
         there."""
         self._agreed = False
         self._digest = program.digest()
-        types = "\n".join(str(data(node).type) for node in program.nodes(Input))
-        self._sizes = hashlib.sha256(types.encode()).hexdigest()
+        self._sizes = hashlib.sha256(str([data(node).type for node in program.nodes(Input)]).encode()).hexdigest()
         """A digest of the types of a batch."""
-        given = (op for node in program.nodes(Input) if (op := op_of(node, Input)).kind is Kind.DATA)
-        self._is_argument = [op.held in ("", "?") for op in given]
         self._communicates = {phase: program.phase(phase).volume() > 0 for phase in program.phases}
         self._flows = rewritten.flows
         self._has_copies = self._keeps or (self._updates and program.layout.stage.optimizer_sharded)
@@ -226,7 +225,7 @@ class CompiledStep(LoadedProgram, StepPrograms):
         In the first runs also if whole numbers in them differ: each rank may have a sampler of its own by mistake.
         """
         # While a step is captured, the host cannot read what is in a batch.
-        reads = sequence.number < _COMPARED and not is_capturing(self.runtime.communicator.device)
+        reads = sequence.number < self.compared and not is_capturing(self.runtime.communicator.device)
         sequence.enter(kind, self._digest_of(box) if reads else self._sizes)
         try:
             sequence.check()
@@ -236,12 +235,9 @@ class CompiledStep(LoadedProgram, StepPrograms):
 
     def _digest_of(self, box: Sequence[Any]) -> str:
         """A digest of the types of a batch, and of whole numbers in it; the host waits for these."""
-        digest = hashlib.sha256(self._sizes.encode())
-        values = [value for value, is_parameter in zip(box, self._is_parameter, strict=True) if not is_parameter]
-        for value, is_argument in zip(values, self._is_argument, strict=True):
-            if is_argument and isinstance(value, torch.Tensor) and not value.is_floating_point():
-                digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        given = (one for index in self._arguments if isinstance(one := box[index], torch.Tensor))
+        whole = (one.detach().cpu().reshape(-1).view(torch.uint8) for one in given if not one.is_floating_point())
+        return hashlib.sha256(b"".join([self._sizes.encode(), *(one.numpy().tobytes() for one in whole)])).hexdigest()
 
     def _agree(self) -> None:
         """Compare the program with the other ranks', once; their `is_new` has announced this."""
